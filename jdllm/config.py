@@ -399,7 +399,7 @@ PRESETS: dict[str, Config] = {
         ),
     ),
     "books": Config(
-        preset="books", encoder="smollm2", data="../shared/data/books", valid_data="../shared/data/books/valid.jsonl.xz",
+        preset="books", encoder="smollm2", data="data/books", valid_data="data/books/valid.jsonl.xz",
         model=ModelConfig(**_SMOLLM2, num_tokens=128, num_latents=128, latent_dim=576),
         feed=DataConfig(encoder_batch_tokens=131_072, valid_windows=1024),
         training=TrainingConfig(steps=20_000, minutes=22, batch_size=256, sample_every=2000, checkpoint_every=2000),
