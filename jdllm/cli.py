@@ -1,0 +1,218 @@
+"""`jdllm train | generate | eval`: the commands, their options, and what a person reads when something is wrong.
+
+A command is a frozen dataclass; tyro makes its options and help from the fields and the docstrings under them, and every
+field of `Config` is an option of `train`.  Nothing heavy is imported before a command runs, so help is quick, and
+`generate` never loads torch.  What a command does lives elsewhere: weights_port/pipeline.py trains,
+jdllm/generation writes text, jdllm/evaluation judges it.
+
+Exit codes: 0 done, 1 the run stopped for a reason of its own (a NaN, a collapse), 2 the input was wrong, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jdllm.config import Config, ConfigError, preset
+
+DEFAULT_PRESET = "quickstart"
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a model, or go on with an interrupted run: the same command does both.
+
+    --preset is read first and sets all defaults below; any other option changes one field of it.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    name: str | None = None
+    """Name of the run, a folder in --runs-dir; by default the name of the preset."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+
+    def __call__(self) -> int:
+        from weights_port.pipeline import run
+
+        return run(self.config, self.runs_dir / (self.name or self.config.preset))
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Write text from noise with a trained run.  Text goes to stdout, timings go to stderr."""
+
+    run: Path
+    """Folder of the run, such as runs/quickstart."""
+    num: int | None = None
+    """Texts to write; by default the run's sampling.num."""
+    steps: int | None = None
+    """Denoising steps; by default the run's sampling.steps."""
+    sampler: Literal["ddim", "sde", "early_stop"] | None = None
+    """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
+    seed: int = 0
+    """The same seed writes the same text on the same machine."""
+    guidance: float | None = None
+    """Weight of self-conditioning guidance; anything but 0 doubles the cost of a step."""
+    temperature: float | None = None
+    """Scale of the initial noise; below 1 is safer and more alike."""
+    grid: Literal["u", "tau"] | None = None
+    """Steps uniform in the trained warp u of time, or in time tau itself."""
+    checkpoint: int | None = None
+    """Step of the checkpoint to use; by default the newest."""
+    jsonl: bool = False
+    """One JSON object a line (index, seed, text, tokens) instead of text."""
+    watch: bool = False
+    """Show the texts while they form, step by step."""
+
+    def __call__(self) -> int:
+        from jdllm.generation.show import generate
+
+        require_run(self.run)
+        for field, low in (("num", 1), ("steps", 1)):
+            value = getattr(self, field)
+            if value is not None and value < low:
+                raise ConfigError(f"--{field} {value} is too small; the least is {low}")
+        if self.temperature is not None and self.temperature < 0:
+            raise ConfigError(f"--temperature {self.temperature} is negative; 1 is the noise of training, 0 is none")
+        options = {
+            field: getattr(self, field)
+            for field in ("num", "steps", "sampler", "guidance", "temperature", "grid")
+            if getattr(self, field) is not None
+        }
+        return generate(
+            self.run, checkpoint=self.checkpoint, seed=self.seed, options=options, jsonl=self.jsonl, watch=self.watch
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measure a run: reconstruction, denoising loss, and its samples beside held-out human text."""
+
+    run: Path
+    """Folder of the run, such as runs/quickstart."""
+    steps: str = "4,10,32,64"
+    """Denoising steps to measure, separated by commas."""
+    num: int = 512
+    """Samples for every step count."""
+    seed: int = 0
+    """Seed of the samples and of all noise."""
+    sampler: Literal["ddim", "sde", "early_stop"] | None = None
+    """By default the run's own."""
+    scorer: str = "smollm2"
+    """Language model that scores samples: `smollm2`, a Hugging Face id or folder, or `none` to leave perplexity out."""
+    checkpoint: int | None = None
+    """Step of the checkpoint to use; by default the newest."""
+    out: Path | None = None
+    """Where the JSON goes; by default eval.json in the run.  The table and the samples go beside it."""
+
+    def __call__(self) -> int:
+        from jdllm.evaluation.report import evaluate_run
+
+        require_run(self.run)
+        if self.num < 2:
+            raise ConfigError(f"--num {self.num} is too small; the least is 2, and figures settle from about 256")
+        return evaluate_run(
+            self.run, steps=step_list(self.steps), num=self.num, seed=self.seed, sampler=self.sampler,
+            scorer=None if self.scorer == "none" else self.scorer, checkpoint=self.checkpoint, out=self.out,
+        )  # fmt: skip
+
+
+COMMANDS = {"train": Train, "generate": Generate, "eval": Eval}
+
+
+def step_list(text: str) -> tuple[int, ...]:
+    """'4,10,32' -> (4, 10, 32), in rising order and each once."""
+    try:
+        steps = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"--steps {text!r} is not a list of numbers; write for example --steps 4,10,32") from None
+    if steps[0] < 1:
+        raise ConfigError(f"--steps {text!r} has a step count under 1; write for example --steps 4,10,32")
+    return tuple(steps)
+
+
+def require_run(directory: Path) -> None:
+    """ConfigError that lists the neighbours, unless the folder holds a run."""
+    if (directory / "config.json").is_file():
+        return
+    runs = sorted(str(path.parent) for path in directory.absolute().parent.glob("*/config.json"))
+    there = f"; there are: {', '.join(map(os.path.relpath, runs))}" if runs else "; train one with: jdllm train"
+    what = f"{directory} is not a run (it has no config.json)" if directory.exists() else f"there is no run at {directory}"
+    raise ConfigError(what + there)
+
+
+def preset_name(arguments: Sequence[str]) -> str:
+    """The value of --preset, which has to be known before the other options have defaults."""
+    name = DEFAULT_PRESET
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--preset="):
+            name = argument.partition("=")[2]
+        elif argument == "--preset" and index + 1 < len(arguments):
+            name = arguments[index + 1]
+    return name
+
+
+def parse(arguments: Sequence[str], *, prog: str = "jdllm", command: str | None = None) -> Train | Generate | Eval:
+    """The command that the arguments name (or `command`, whose options they are), ready to be called.
+
+    SystemExit with code 2 and an explanation on stderr when they do not fit, ConfigError on an unknown preset.
+    """
+    chosen = command or (arguments[0] if arguments else None)
+    default = Train(config=preset(preset_name(arguments) if chosen == "train" else DEFAULT_PRESET))
+    if command == "train":
+        return tyro.cli(Train, default=default, args=arguments, prog=prog)
+    commands = Annotated[Train, tyro.conf.subcommand("train", default=default)]
+    for name, cls in COMMANDS.items():
+        if name != "train":
+            commands = commands | Annotated[cls, tyro.conf.subcommand(name)]
+    description = "Latent diffusion language models: train one on a frozen model's hidden states, write text, measure it."
+    return tyro.cli(commands, args=arguments, prog=prog, description=description)
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "jdllm", command: str | None = None) -> int:
+    """Run a command; errors that a person can mend become one sentence on stderr.  JDLLM_DEBUG=1 shows the traceback."""
+    try:
+        return parse(sys.argv[1:] if arguments is None else arguments, prog=prog, command=command)() or 0
+    except KeyboardInterrupt:
+        print("\ninterrupted; run the same command to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `jdllm generate | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ConfigError, ModuleNotFoundError, OSError) as error:
+        if os.environ.get("JDLLM_DEBUG") == "1":
+            raise
+        message = explain(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the person at the terminal, or None for a fault of ours, whose traceback is wanted."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "jdllm", "weights_port"):
+            return None
+        return f"the package '{package}' is missing; install it with: pip install {package}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no space left on the disk{where}; make room and run the same command, it goes on from the last checkpoint"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"no permission to write or read {error.filename or 'a file'}; choose another folder or change its permissions"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
