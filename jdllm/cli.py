@@ -145,7 +145,9 @@ def require_run(directory: Path) -> None:
         return
     runs = sorted(str(path.parent) for path in directory.absolute().parent.glob("*/config.json"))
     there = f"; there are: {', '.join(map(os.path.relpath, runs))}" if runs else "; train one with: jdllm train"
-    what = f"{directory} is not a run (it has no config.json)" if directory.exists() else f"there is no run at {directory}"
+    what = (
+        f"{directory} is not a run (it has no config.json)" if directory.exists() else f"there is no run at {directory}"
+    )
     raise ConfigError(what + there)
 
 
@@ -173,7 +175,9 @@ def parse(arguments: Sequence[str], *, prog: str = "jdllm", command: str | None 
     for name, cls in COMMANDS.items():
         if name != "train":
             commands = commands | Annotated[cls, tyro.conf.subcommand(name)]
-    description = "Latent diffusion language models: train one on a frozen model's hidden states, write text, measure it."
+    description = (
+        "Latent diffusion language models: train one on a frozen model's hidden states, write text, measure it."
+    )
     return tyro.cli(commands, args=arguments, prog=prog, description=description)
 
 
@@ -208,7 +212,9 @@ def explain(error: Exception) -> str | None:
         return f"the package '{package}' is missing; install it with: pip install {package}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
-        return f"no space left on the disk{where}; make room and run the same command, it goes on from the last checkpoint"
+        return (
+            f"no space left on the disk{where}; make room and run the same command, it goes on from the last checkpoint"
+        )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission to write or read {error.filename or 'a file'}; choose another folder or change its permissions"
     return None
