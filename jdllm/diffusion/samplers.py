@@ -1,0 +1,85 @@
+"""From noise to latents in a few steps.  Knows a denoiser only as a function, so an oracle can stand in for it.
+
+All samplers walk a grid of times from 1 down, carry the last estimate as self-conditioning, and return the estimate x0 of
+the last step, never a half-noisy state: the decoder is trained to read clean latents and says so with every argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jdllm.diffusion.schedule import TangentSchedule
+from jdllm.diffusion.timesteps import warp
+
+Denoise = Callable[[Float[Array, "b k d"], Float[Array, ""], Float[Array, "b k d"]], Float[Array, "b k d"]]
+"""(z_tau, tau, previous estimate) -> estimate of z."""
+
+SAMPLERS = ("ddim", "sde", "early_stop")
+EARLY_STOP_SHARE = 0.75
+"""`early_stop` walks only this part of its grid in u: its steps are finer, and the last noise levels are left out."""
+
+
+def time_grid(
+    edges: Float[Array, " n+1"], steps: int, *, grid: str = "u", sampler: str = "ddim"
+) -> Float[Array, " s+1"]:
+    """`steps` times to visit, falling from 1, and the time after the last; uniform in the warped u or in tau itself."""
+    end = 1.0 - EARLY_STOP_SHARE if sampler == "early_stop" else 0.0
+    u = jnp.linspace(1.0, end, steps + 1)
+    return warp(edges, u) if grid == "u" else u
+
+
+def step(
+    z: Float[Array, "b k d"],
+    x0: Float[Array, "b k d"],
+    noise: Float[Array, "b k d"],
+    tau: Float[Array, ""],
+    tau_next: Float[Array, ""],
+    schedule: TangentSchedule,
+    sampler: str,
+) -> Float[Array, "b k d"]:
+    """The state at `tau_next` given the state and the estimate at `tau`.
+
+    DDIM (arXiv 2010.02502, eta = 0) keeps the noise that the estimate implies.  `sde` draws from the Gaussian posterior
+    q(z_next | z, x0), which is the reverse SDE solved exactly for a constant estimate (arXiv 2107.00630, eq. 26).
+    """
+    (alpha, sigma), (alpha_next, sigma_next) = schedule.alpha_sigma(tau), schedule.alpha_sigma(tau_next)
+    if sampler == "sde":
+        # sigma_{t|s}^2 of the forward step from tau_next to tau, through ratios that stay finite at tau = 1
+        ratio = alpha / jnp.maximum(alpha_next, 1e-6)
+        added = jnp.maximum(sigma**2 - ratio**2 * sigma_next**2, 0.0)
+        mean = (ratio * sigma_next**2 * z + alpha_next * added * x0) / sigma**2
+        return mean + sigma_next * jnp.sqrt(added) / sigma * noise
+    return alpha_next * x0 + sigma_next * (z - alpha * x0) / sigma
+
+
+def sample(
+    key: jax.Array,
+    denoise: Denoise,
+    shape: tuple[int, int, int],
+    schedule: TangentSchedule,
+    times: Float[Array, " s+1"],
+    *,
+    sampler: str = "ddim",
+    temperature: float = 1.0,
+) -> Float[Array, "b k d"]:
+    """Latents of the given shape (b, k, d) after one evaluation of `denoise` at each of `times[:-1]`.
+
+    `temperature` scales the initial noise (and the fresh noise of `sde`).
+    """
+    first, later = jax.random.split(key)
+    z = temperature * jax.random.normal(first, shape)
+
+    def body(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+        z, previous = carry
+        index, tau, tau_next = inputs
+        x0 = denoise(z, tau, previous)
+        noise = temperature * jax.random.normal(jax.random.fold_in(later, index), shape) if sampler == "sde" else z
+        return (step(z, x0, noise, tau, tau_next, schedule, sampler), x0), None
+
+    steps = times.shape[0] - 1
+    inputs = (jnp.arange(steps), times[:-1], times[1:])
+    return jax.lax.scan(body, (z, jnp.zeros(shape)), inputs)[0][1]
