@@ -1,0 +1,192 @@
+"""`jdllm eval`: everything measured of a run, samples beside human text of the same length, as JSON, table and texts.
+
+A figure of samples alone says little: low perplexity is also what "the the the" has, and all figures depend on length.
+So each stands beside the same figure of held-out human text, cut to the lengths of the samples (diversity.py).  Human
+windows start in the middle of a sentence and so do samples, hence both are scored alike, without any context before them.
+
+The scoring model is passed in as a function, so this room stays free of torch.  Left out: MAUVE and memorisation checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jdllm.config import ConfigError
+from jdllm.evaluation import diversity
+
+Score = Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], float]
+"""(ids, lengths) -> perplexity over all tokens but the first of each row."""
+
+SHOWN_SAMPLES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFigures:
+    """Figures of one set of texts; shares in [0, 1], entropy in nats."""
+
+    perplexity: float | None
+    """Generative perplexity under the scorer, or None without one."""
+    entropy: float
+    """Unigram entropy of a window, mean."""
+    distinct_2: float
+    distinct_3: float
+    repetition_4: float
+    """Share of 4-grams that the same text has said before."""
+    tokens: float
+    """Tokens of a text, mean, without EOS."""
+    texts: int
+    """Texts that were counted."""
+
+
+def text_figures(
+    ids: Int[np.ndarray, "n t"],
+    lengths: Int[np.ndarray, " n"],
+    score: Score | None,
+    *,
+    distinct_texts: int | None = None,
+) -> TextFigures:
+    """All figures of n texts; `lengths` counts the tokens of each that belong to it.
+
+    distinct-n falls as text grows, so it is taken over the first `distinct_texts` only.
+    """
+    scorable, first = lengths >= 2, slice(0, distinct_texts)
+    return TextFigures(
+        perplexity=score(ids[scorable], lengths[scorable]) if score and scorable.any() else None,
+        entropy=float(diversity.unigram_entropy(ids, lengths).mean()),
+        distinct_2=diversity.distinct(ids[first], lengths[first], 2),
+        distinct_3=diversity.distinct(ids[first], lengths[first], 3),
+        repetition_4=diversity.repetition(ids, lengths, 4),
+        tokens=float(lengths.mean()),
+        texts=len(ids),
+    )
+
+
+def beside_human(
+    samples: Int[np.ndarray, "n t"], human: Int[np.ndarray, "m t"], eos_id: int, score: Score | None
+) -> tuple[TextFigures, TextFigures]:
+    """Figures of n samples, and of min(n, m) human texts cut to their lengths; distinct-n over equally many of both."""
+    lengths, available = diversity.text_lengths(samples, eos_id), diversity.text_lengths(human, eos_id)
+    rows, cut = diversity.cut_to_lengths_of(lengths, available)
+    own = text_figures(samples, lengths, score, distinct_texts=len(rows))
+    return own, text_figures(human[rows], cut, score)
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The few figures that programs read (results/<run>/summary.json); human figures are those beside the most steps."""
+    by_steps = report["samples"]
+    human = by_steps[max(by_steps, key=int)]["human"]
+    return {
+        "gen_ppl": {steps: row["samples"]["perplexity"] for steps, row in by_steps.items()},
+        "entropy": {steps: row["samples"]["entropy"] for steps, row in by_steps.items()},
+        "human_ppl": human["perplexity"],
+        "human_entropy": human["entropy"],
+        "recon": (report["reconstruction"] or {}).get("0"),
+        "gpu_minutes": report["minutes"],
+        "scorer": report["scorer"],
+        "command": report["command"],
+        "commit": report["commit"],
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+    lines = [
+        f"### {report['run']}, step {report['checkpoint']:,}",
+        "",
+        "| text | perplexity | x human | entropy (nats) | vs human | distinct-2 | distinct-3 | repeated 4-grams | tokens | texts |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for steps, row in report["samples"].items():
+        own, human = row["samples"], row["human"]
+        ratio = own["perplexity"] / human["perplexity"] if own["perplexity"] and human["perplexity"] else None
+        change = own["entropy"] / human["entropy"] - 1 if human["entropy"] else None
+        lines.append(_row(f"{steps} steps", own, _number(ratio, "{:.2f}"), _number(change, "{:+.1%}")))
+        lines.append(_row("human, same length", human, "1", "0%"))
+    if report["reconstruction"]:
+        lines += [
+            "",
+            "| decoder noise (standard deviations of a latent) | held-out tokens reconstructed |",
+            "|---|---:|",
+        ]
+        lines += [f"| {noise} | {_number(share, '{:.1%}')} |" for noise, share in report["reconstruction"].items()]
+    if report["denoising_loss"]:
+        bins = report["denoising_loss"]
+        edges = [f"{i / len(bins):.1f}-{(i + 1) / len(bins):.1f}" for i in range(len(bins))]
+        lines += ["", "| tau | " + " | ".join(edges) + " |", "|---|" + "---:|" * len(bins)]
+        lines.append("| denoising loss, held-out | " + " | ".join(f"{loss:.3f}" for loss in bins) + " |")
+    lines += ["", *(f"* {note}" for note in report["notes"])] if report["notes"] else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, figures: dict[str, Any], ratio: str, change: str) -> str:
+    cells = [
+        name, _number(figures["perplexity"], "{:.1f}"), ratio, f"{figures['entropy']:.3f}", change,
+        _number(figures["distinct_2"], "{:.3f}"), _number(figures["distinct_3"], "{:.3f}"),
+        _number(figures["repetition_4"], "{:.2%}"), f"{figures['tokens']:.1f}", str(figures["texts"]),
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None or not math.isfinite(value) else form.format(value)
+
+
+def to_json(values: Any) -> str:
+    """Strict JSON: what is not a finite number becomes null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(clean(values), indent=2, allow_nan=False) + "\n"
+
+
+def command_line() -> str:
+    """What was typed, for the record."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def commit() -> str:
+    """The commit of this source tree, with -dirty when tracked files differ, or 'unknown' outside a git checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def held_out_ids(run_dir: Path) -> tuple[Int[np.ndarray, "m t"], Int[np.ndarray, " m"]]:
+    """Held-out windows that training left in the run folder."""
+    path = run_dir / "valid_windows.npz"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; the command that trained this run writes it again")
+    with np.load(path) as stored:
+        return stored["ids"], stored["lengths"]
+
+
+def save(report: dict[str, Any], texts: dict[str, Sequence[str]], out: Path) -> None:
+    """`out` as JSON, the table beside it as .md, and the first unselected samples of each step count under samples/."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(to_json({**report, "summary": summary(report)}))
+    out.with_suffix(".md").write_text(markdown(report))
+    folder = out.parent / "samples"
+    folder.mkdir(exist_ok=True)
+    for steps, lines in texts.items():
+        shown = [f"--- {i + 1} ---\n{text}\n" for i, text in enumerate(lines[:SHOWN_SAMPLES])]
+        (folder / f"steps-{steps}.txt").write_text("".join(shown))
