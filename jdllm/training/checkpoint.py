@@ -7,6 +7,7 @@ temporary directory and renames it at the end: a directory whose name is a numbe
 
 Left out on purpose: falling back to an older checkpoint, casting, reshaping, and stores that are not file systems.  What
 does not fit exactly is an error, because a run that quietly continues from something else is worse than one that stops.
+Truncated or missing files are noticed; a bit that rots inside an array is not, since Orbax keeps no checksum of those.
 """
 
 from __future__ import annotations
@@ -88,16 +89,15 @@ class Checkpoints:
         for name, leaf in leaves.items():
             if leaf.size:  # Orbax stores no empty arrays; the manifest is all there is to know about them
                 groups.setdefault(_group(name), {})[name] = leaf
-        metadata = {
-            "manifest": {name: [list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()},
-            "extra": dict(extra),
-        }
+        manifest = {name: _describe(leaf) for name, leaf in leaves.items()}
         size = sum(leaf.nbytes for leaf in leaves.values())
         try:
             if self._writer is None:
                 policy = ocp.training.preservation_policies.LatestN(self._keep)
                 self._writer = ocp.training.Checkpointer(self.directory, preservation_policy=policy)
-            response = self._writer.save_checkpointables_async(step, groups, force=True, custom_metadata=metadata)
+            response = self._writer.save_checkpointables_async(
+                step, groups, force=True, custom_metadata={"manifest": manifest, "extra": dict(extra)}
+            )
         except _STORE_ERRORS as error:
             raise self._write_failed(step, size, error) from error
         self._pending = (step, response, size)
@@ -131,22 +131,17 @@ class Checkpoints:
         the state did.  `config` is the caller's own, to say what differs from `extra["config"]` when leaves do not fit.
         """
         metadata = self._metadata(step)
-        self._check(step, metadata, like, config, unexpected=True)
+        self._check(step, metadata, like, config, whole=True)
         return self._read(step, metadata["manifest"], like), metadata["extra"]
 
-    def restore_partial(
-        self, step: int, like: Any, names: Sequence[str] | None = None, config: Mapping[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def restore_partial(self, step: int, like: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Only some top-level entries, e.g. ("ema_params",), as a dict, and `extra`; nothing else is read from the disk.
 
-        `like` is a mapping or a state object that has these entries; without `names`, a mapping whose keys are the names.
+        `like` is a mapping or a state object that has these entries.
         """
-        chosen = {
-            name: like[name] if isinstance(like, Mapping) else getattr(like, name)
-            for name in (like if names is None else names)
-        }
+        chosen = {name: like[name] if isinstance(like, Mapping) else getattr(like, name) for name in names}
         metadata = self._metadata(step)
-        self._check(step, metadata, chosen, config, unexpected=False)
+        self._check(step, metadata, chosen, None, whole=False)
         return self._read(step, metadata["manifest"], chosen), metadata["extra"]
 
     def _metadata(self, step: int) -> dict[str, Any]:
@@ -161,56 +156,46 @@ class Checkpoints:
             raise self._damaged(step, "its manifest is missing")
         return dict(metadata)
 
-    def _check(
-        self, step: int, metadata: dict[str, Any], like: Any, config: Mapping[str, Any] | None, unexpected: bool
-    ) -> None:
+    def _check(self, step: int, metadata: dict[str, Any], like: Any, config: Any, whole: bool) -> None:
         """Compare manifest and wanted leaves, and name every kind of difference in one message."""
         there, here = metadata["manifest"], {name: _describe(leaf) for name, leaf in named_leaves(like).items()}
-        groups = {name.split("/", 1)[0] for name in here}
-        problems = [
-            f"{name} is {_show(there[name])} there, {_show(here[name])} here"
-            for name in here
-            if name in there and there[name] != here[name]
-        ]
-        problems += [f"{name} is not in the checkpoint" for name in here if name not in there]
-        problems += [
-            f"{name} is only in the checkpoint"
-            for name in there
-            if name not in here and (unexpected or name.split("/", 1)[0] in groups)
-        ]
+        entries = {name.split("/", 1)[0] for name in here}
+        problems = []
+        for name, what in here.items():
+            if name not in there:
+                problems.append(f"{name} is not in the checkpoint")
+            elif there[name] != what:
+                problems.append(f"{name} is {_show(there[name])} there, {_show(what)} here")
+        for name in there:
+            if name not in here and (whole or name.split("/", 1)[0] in entries):
+                problems.append(f"{name} is only in the checkpoint")
         if not problems:
             return
-        lines = [
-            f"checkpoint {self.directory / str(step)} does not fit this run:",
-            *(f"  {problem}" for problem in problems[:_SHOWN]),
-        ]
+        lines = [f"checkpoint {self.directory / str(step)} does not fit this run:", *problems[:_SHOWN]]
         if len(problems) > _SHOWN:
-            lines.append(f"  and {len(problems) - _SHOWN} more leaves")
-        differences = config_differences(metadata["extra"].get("config") or {}, config) if config is not None else []
+            lines.append(f"and {len(problems) - _SHOWN} more leaves")
+        differences = config_differences(metadata["extra"].get("config") or {}, config or {}) if config else []
         if differences:
             lines.append(f"it was written by another config: {'; '.join(differences[:_SHOWN])}")
         lines.append("use the config it was written with, or start under another --name")
-        raise CheckpointError("\n".join(lines))
+        raise CheckpointError("\n  ".join(lines[:-1]) + "\n" + lines[-1])
 
     def _read(self, step: int, manifest: dict[str, Any], like: Any) -> Any:
         """Leaves by name, put back into the structure of `like`."""
-        wanted = {
-            name: jax.ShapeDtypeStruct(*_spec(leaf), sharding=_sharding(leaf))
-            for name, leaf in named_leaves(like).items()
-        }
+        wanted = {name: _abstract(leaf) for name, leaf in named_leaves(like).items()}
         groups: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
         for name, leaf in wanted.items():
             if leaf.size:
                 groups.setdefault(_group(name), {})[name] = leaf
         for name, (shape, dtype) in manifest.items():  # Orbax reads a group whole
             if _group(name) in groups and name not in wanted and math.prod(shape):
-                groups[_group(name)][name] = jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(None))
+                groups[_group(name)][name] = _abstract(jax.ShapeDtypeStruct(tuple(shape), dtype))
         try:
             found = ocp.load_checkpointables(self.directory / str(step), groups) if groups else {}
         except _STORE_ERRORS as error:
             raise self._damaged(step, error) from error
         leaves = [
-            found[_group(name)][name] if leaf.size else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+            found[_group(name)][name] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             for name, leaf in wanted.items()
         ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -221,9 +206,7 @@ class Checkpoints:
         self._clean()
         last = self.latest()
         kept = (
-            "there is no older one"
-            if last is None
-            else f"checkpoint {last} is intact, and the same command resumes from it"
+            "there is no older one" if last is None else f"checkpoint {last} is intact and the same command resumes it"
         )
         if "No space left" in str(error) or "Disk quota" in str(error):
             free = shutil.disk_usage(self.directory).free
@@ -261,10 +244,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if path and getattr(path[-1], "name", None) in ("value", "raw_value"):  # Flax's box around an array, by version
             path = path[:-1]
-        name = (
-            "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-            or "state"
-        )
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "state"
         if name in leaves:
             raise CheckpointError(f"two leaves of the state are called {name}; rename one")
         leaves[name] = leaf
@@ -272,15 +252,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def config_differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What two nested configs disagree on: ["model.latent_dim 64 there, 128 here", ...]."""
+    """What two nested configs, as read from JSON, disagree on: ["model.latent_dim 64 there, 128 here", ...]."""
     differences = []
     for key in [*there, *(key for key in here if key not in there)]:
         one, two = there.get(key), here.get(key)
         if isinstance(one, Mapping) and isinstance(two, Mapping):
             differences += config_differences(one, two, f"{prefix}{key}.")
-        elif one != two and not (
-            isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)) and list(one) == list(two)
-        ):
+        elif one != two:
             differences.append(f"{prefix}{key} {one} there, {two} here")
     return differences
 
@@ -290,17 +268,17 @@ def _group(name: str) -> str:
     return name.split("/", 1)[0] if "/" in name else _LEAVES
 
 
-def _spec(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
-    return np.shape(leaf), jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or jnp.result_type(leaf))
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a leaf; what names no sharding goes to the first device."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
 
 
 def _describe(leaf: Any) -> list[Any]:
-    shape, dtype = _spec(leaf)
-    return [list(shape), dtype.name]
-
-
-def _sharding(leaf: Any) -> jax.sharding.Sharding:
-    return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """A leaf in the manifest: [[4, 3], "float32"]."""
+    abstract = _abstract(leaf)
+    return [list(abstract.shape), abstract.dtype.name]
 
 
 def _show(described: list[Any]) -> str:
