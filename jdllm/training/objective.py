@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.config import Config, ObjectiveConfig
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.diffusion.timesteps import draw_u, warp
+from jdllm.kernels.cross_entropy import cross_entropy
 from jdllm.model.ldlm import LDLM
-from jdllm.training.cross_entropy import cross_entropy
 
 GAMMA_STEEPNESS, GAMMA_CENTRE = 10.0, 0.8  # LDLM, eq. 29-30, by way of research/ldlm.md section 7
 

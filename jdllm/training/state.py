@@ -1,0 +1,101 @@
+"""Everything a run has to remember between two steps, as one pytree, and the optimiser that changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from jdllm.config import Config, OptimizerConfig
+from jdllm.diffusion.timesteps import TimestepState, init_timesteps
+from jdllm.model.ldlm import Model, Params
+from jdllm.model.standardize import LatentStats, init_stats
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Float32 masters and their companions.  Random keys are not in it: they are fold_in(key(seed), step)."""
+
+    step: Int[Array, ""]
+    params: Params
+    ema_params: Params
+    opt_state: Any
+    latent_stats: LatentStats
+    """Running statistics of the latent encoder's output, with the decay of `ema_params`, which they belong to."""
+    timesteps: TimestepState
+    gamma_progress: Float[Array, ""]
+    """Steps by which gamma has risen so far."""
+    gate_open: Bool[Array, ""]
+    """Whether gamma rises or falls; set by the held-out probe."""
+    hidden_mean: Float[Array, " dh"]
+    hidden_std: Float[Array, " dh"]
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up, constant, then a linear fall to a tenth over the last `decay_fraction` of the run."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
+    decay = int(config.decay_fraction * steps)
+    parts = [optax.linear_schedule(0.0, peak, max(warmup, 1)), optax.constant_schedule(peak)]
+    boundaries = [warmup]
+    if decay:
+        parts.append(optax.linear_schedule(peak, 0.1 * peak, decay))
+        boundaries.append(max(steps - decay, warmup))
+    return optax.join_schedules(parts, boundaries)
+
+
+def is_matrix(params: Params) -> Params:
+    """True for the weights of linear layers, which decay; false for gains, biases, tables, positions."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: path[-1].key in ("kernel", "head"), params)
+
+
+def _muon_dimensions(params: Params) -> Params:
+    """Muon orthogonalises kernels (stacked blocks one by one); head, positions and vectors stay with AdamW."""
+
+    def dimensions(path: tuple, x: Array) -> Any:
+        if path[-1].key != "kernel":
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW or Muon.  Muon's updates are scaled to AdamW's size (arXiv 2502.16982)."""
+    rate = learning_rate(config, steps)
+    if config.name == "muon":
+        rule = optax.contrib.muon(
+            rate, consistent_rms=0.2, weight_decay=config.weight_decay, weight_decay_mask=is_matrix,
+            adam_b1=config.beta1, adam_b2=config.beta2, adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=_muon_dimensions,
+        )  # fmt: skip
+    else:
+        rule = optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def init_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    hidden_mean: Float[Array, " dh"],
+    hidden_std: Float[Array, " dh"],
+) -> TrainState:
+    """State before the first step, from the config's seed."""
+    config: Config = model.config
+    params = model.init(jax.random.fold_in(jax.random.key(config.seed), 0))
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        ema_params=params,
+        opt_state=optimizer.init(params),
+        latent_stats=init_stats(config.model),
+        timesteps=init_timesteps(config.diffusion),
+        gamma_progress=jnp.zeros((), jnp.float32),
+        gate_open=jnp.asarray(config.objective.gamma_gate <= 0.0),
+        hidden_mean=jnp.asarray(hidden_mean, jnp.float32),
+        hidden_std=jnp.asarray(hidden_std, jnp.float32),
+    )
+    return jax.tree.map(jnp.copy, state)  # every leaf its own buffer, since the step gives them all away

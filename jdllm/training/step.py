@@ -1,0 +1,137 @@
+"""One optimiser step: (state, batch) -> (state, metrics), a pure function to be jitted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jdllm.config import Config
+from jdllm.diffusion.timesteps import cumulative, update_timesteps
+from jdllm.model.ldlm import Model, Params
+from jdllm.model.standardize import LatentStats, standardize_batch, update_stats
+from jdllm.training.objective import Terms, decoder_noise_bound, gamma_at, losses
+from jdllm.training.state import TrainState
+
+Batch = dict[str, Array]
+"""hidden (b, t, d_h) bfloat16 as the frozen model gave it, ids (b, t) int32, lengths (b,) int32."""
+Metrics = dict[str, Array]
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Weights in the arithmetic of the step; the masters stay as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def standardize_hidden(
+    hidden: Float[Array, "b t dh"], mean: Float[Array, " dh"], std: Float[Array, " dh"], clip: float, dtype: str
+) -> tuple[Float[Array, "b t dh"], Float[Array, ""]]:
+    """Hidden states with zero mean and unit variance per dimension, clipped, and the share of values that were."""
+    x = (hidden.astype(jnp.float32) - mean) / std
+    return jnp.clip(x, -clip, clip).astype(dtype), (jnp.abs(x) > clip).mean()
+
+
+def effective_rank(z: Float[Array, "b k d"]) -> Float[Array, ""]:
+    """Participation ratio tr(C)^2 / tr(C^2) of the latents' covariance: how many directions carry them, 1 to d."""
+    x = z.reshape(-1, z.shape[-1])
+    x = x - x.mean(0)
+    covariance = x.T @ x / len(x)
+    return jnp.square(jnp.trace(covariance)) / jnp.maximum(jnp.square(covariance).sum(), 1e-12)
+
+
+def gradients(
+    model: Model, params: Params, frozen: Params, state: TrainState, batch: Batch, key: Array
+) -> tuple[Params, tuple[LatentStats, Terms, Metrics]]:
+    """Gradient of one (micro-)batch.  The encoder's is gamma times that of L_diff plus that of the decoder's losses."""
+    config = model.config
+    dtype = config.training.compute_dtype
+    gamma = gamma_at(state.gamma_progress, config.objective)
+    bound = decoder_noise_bound(state.step, config.objective)
+    edges = cumulative(state.timesteps, config.diffusion)
+    hidden, clipped = standardize_hidden(batch["hidden"], state.hidden_mean, state.hidden_std, config.feed.clip, dtype)
+
+    def encode(params: Params) -> tuple[Array, tuple[LatentStats, Array]]:
+        raw = model.merge(cast(params, dtype), frozen).encoder(hidden, batch["lengths"]).astype(jnp.float32)
+        z, stats = standardize_batch(raw, config.model.standardize)
+        return z, (stats, jnp.square(raw).mean())
+
+    z, pull_back, (stats, mean_square) = jax.vjp(encode, params, has_aux=True)
+
+    def loss(params: Params, z_diffusion: Array, z_decoder: Array) -> tuple[Array, Terms]:
+        return losses(
+            model.merge(cast(params, dtype), frozen), z_diffusion, z_decoder, hidden, batch["ids"], batch["lengths"],
+            key, bound, edges, config,
+        )  # fmt: skip
+
+    (total, terms), (grads, by_diffusion, by_decoder) = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(
+        params, z, z
+    )
+    by_diffusion = gamma * by_diffusion
+    (through_encoder,) = pull_back(by_diffusion + by_decoder)
+    grads = jax.tree.map(jnp.add, grads, through_encoder)
+
+    push, hold = jnp.linalg.norm(by_diffusion.ravel()), jnp.linalg.norm(by_decoder.ravel())
+    metrics = {
+        "loss": total,
+        "loss_diffusion": terms.loss_diffusion,
+        "loss_hidden": terms.loss_hidden,
+        "loss_token": terms.loss_token,
+        "token_accuracy": terms.token_accuracy,
+        "gamma": gamma,
+        "decoder_noise": bound,
+        "gradient_share_diffusion": push / (push + hold + 1e-20),
+        "gradient_share_hidden": hold / (push + hold + 1e-20),
+        "latent_variance": stats.variance.mean() / jnp.maximum(mean_square, 1e-12),
+        "effective_rank": effective_rank(z),
+        "clipped_fraction": clipped,
+    }
+    return grads, (stats, terms, metrics)
+
+
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation, rate: optax.Schedule
+) -> Callable[[TrainState, Params, Batch], tuple[TrainState, Metrics]]:
+    """`train_step(state, frozen, batch)`; frozen holds the language model's head, or nothing."""
+    config: Config = model.config
+    decay, pieces = config.optimizer.ema_decay, config.training.accumulate
+
+    def train_step(state: TrainState, frozen: Params, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), state.step)
+
+        def piece(grads: Params, inputs: tuple[Batch, Array]) -> tuple[Params, Any]:
+            new, rest = gradients(model, state.params, frozen, state, inputs[0], jax.random.fold_in(key, inputs[1]))
+            return jax.tree.map(jnp.add, grads, new), rest
+
+        if pieces == 1:
+            grads, (stats, terms, metrics) = gradients(model, state.params, frozen, state, batch, key)
+        else:
+            split = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+            zeros = jax.tree.map(jnp.zeros_like, state.params)
+            grads, (stats, terms, metrics) = jax.lax.scan(piece, zeros, (split, jnp.arange(pieces)))
+            grads = jax.tree.map(lambda g: g / pieces, grads)
+            stats, metrics = jax.tree.map(lambda x: x.mean(0), (stats, metrics))
+
+        metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate(state.step)}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
+        ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)
+        progress = state.gamma_progress + jnp.where(state.gate_open, 1.0, -1.0)
+        state = state.replace(
+            step=state.step + 1,
+            params=params,
+            ema_params=ema_params,
+            opt_state=opt_state,
+            latent_stats=update_stats(state.latent_stats, stats, keep),
+            timesteps=update_timesteps(
+                state.timesteps, terms.tau.ravel(), terms.loss_by_row.ravel(), config.diffusion.timestep_decay
+            ),
+            gamma_progress=jnp.clip(progress, 0.0, config.objective.gamma_warmup_steps),
+        )
+        return state, metrics
+
+    return train_step
