@@ -73,8 +73,6 @@ class Generate:
     """Show the texts while they form, step by step."""
 
     def __call__(self) -> int:
-        from jdllm.generation.show import generate
-
         require_run(self.run)
         for field, low in (("num", 1), ("steps", 1)):
             value = getattr(self, field)
@@ -87,6 +85,8 @@ class Generate:
             for field in ("num", "steps", "sampler", "guidance", "temperature", "grid")
             if getattr(self, field) is not None
         }
+        from jdllm.generation.show import generate
+
         return generate(
             self.run, checkpoint=self.checkpoint, seed=self.seed, options=options, jsonl=self.jsonl, watch=self.watch
         )
@@ -114,13 +114,14 @@ class Eval:
     """Where the JSON goes; by default eval.json in the run.  The table and the samples go beside it."""
 
     def __call__(self) -> int:
-        from jdllm.evaluation.report import evaluate_run
-
         require_run(self.run)
         if self.num < 2:
             raise ConfigError(f"--num {self.num} is too small; the least is 2, and figures settle from about 256")
+        steps = step_list(self.steps)
+        from jdllm.evaluation.report import evaluate_run
+
         return evaluate_run(
-            self.run, steps=step_list(self.steps), num=self.num, seed=self.seed, sampler=self.sampler,
+            self.run, steps=steps, num=self.num, seed=self.seed, sampler=self.sampler,
             scorer=None if self.scorer == "none" else self.scorer, checkpoint=self.checkpoint, out=self.out,
         )  # fmt: skip
 

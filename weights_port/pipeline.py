@@ -1,0 +1,215 @@
+"""From a config to a trained run: resume check, text, frozen encoder, hidden-state caches, training loop.
+
+`run` backs both `jdllm train` and experiments/train_ldlm.py.  What `prepare` leaves in the run folder is all that
+evaluation and a resumed run need to find their data again:
+
+    config.json         the resolved config (hidden_dim and vocab_size are the encoder's own)
+    tokenizer.json      of the encoder, so that generation needs neither encoder nor network
+    data.json           paths and hashes of the caches, the encoder's identity, its EOS id
+    valid_windows.npz   ids and lengths of held-out windows, for text figures when the cache is gone
+
+A resumed run whose caches are in place does not load the encoder again (SmolLM2 alone takes 45 s), and keeps its data
+even if the text files have changed since.  Left out: anything about the model or the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jdllm.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from jdllm.data.cache import HiddenStateCache
+    from jdllm.data.windows import Windows
+    from weights_port.encoder import EncoderInfo, HiddenStateEncoder
+
+STORED_VALID_WINDOWS = 512
+
+# What a resumed run may change without becoming another run.  Everything else shapes the weights.
+MAY_CHANGE = (
+    "training.steps", "training.minutes", "training.log_every", "training.sample_every", "training.checkpoint_every",
+    "training.keep_checkpoints", "training.wandb", "feed.cache_dir", "feed.prefetch", "feed.encoder_device",
+    "feed.encoder_batch_tokens", "sampling",
+)  # fmt: skip
+# The encoder's own values replace these, so the ones in a fresh config say nothing.
+RESOLVED = ("model.hidden_dim", "model.vocab_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """All that training needs, and nothing of torch unless `encoder` is called."""
+
+    config: Config
+    """Resolved: hidden_dim and vocab_size are the encoder's."""
+    info: EncoderInfo
+    tokenizer_json: str
+    train_source: HiddenStateCache
+    valid_source: HiddenStateCache
+    encoder: Callable[[], HiddenStateEncoder]
+    """Loads the frozen model on the first call; for its head, and for the online feed."""
+
+
+def run(config: Config, run_dir: Path) -> int:
+    """Train until the steps are done, or go on where an interrupted run stopped; returns the exit code."""
+    check_resume(config, run_dir)
+    prepared = prepare(config, run_dir)
+    from jdllm.training.loop import train
+
+    return train(prepared, run_dir)
+
+
+def check_resume(config: Config, run_dir: Path) -> None:
+    """ConfigError if the folder holds a run of another config, or something that is no run.
+
+    A run that has not written a checkpoint yet is no reason to refuse: it starts again with the new config.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is a file; choose another --name or --runs-dir")
+    saved = run_dir / "config.json"
+    checkpoints = run_dir / "checkpoints"
+    if not saved.is_file():
+        if run_dir.is_dir() and any(run_dir.iterdir()):
+            raise ConfigError(
+                f"{run_dir} is not empty and not a run (no config.json); choose another --name or --runs-dir"
+            )
+        return
+    if not checkpoints.is_dir() or not any(path.name.isdecimal() for path in checkpoints.iterdir()):
+        return
+    found = differences(Config.load(saved), config, (*MAY_CHANGE, *RESOLVED))
+    if found:
+        raise ConfigError(
+            f"{run_dir} is a run of another config:\n"
+            + "".join(f"  {line}\n" for line in found)
+            + "choose another --name "
+            "to start a new run, or give the old values to go on with this one"
+        )
+
+
+def prepare(config: Config, run_dir: Path) -> Prepared:
+    """Text -> windows -> hidden states on disk; writes the files named above.  DataError, EncoderError, ConfigError."""
+    found = prepared_before(config, run_dir)
+    if found is not None:
+        return found
+    from jdllm.data.text import read_documents
+    from weights_port.encoder import check_length
+
+    for source in filter(None, (config.data, config.valid_data)):
+        next(iter(read_documents(source)), None)  # bad text is said in a second, not after the encoder has loaded
+    encoder = load(config)
+    check_length(encoder.info, config.model.num_tokens)
+    config = resolve(config, encoder.info)
+    train, valid = windows(config, encoder)
+    say(
+        f"data: {int(train.lengths.sum()):,} tokens in {len(train):,} windows of {config.model.num_tokens} to train on, "
+        f"{len(valid):,} windows held out"
+    )
+    sources = {name: extract(config, encoder, part) for name, part in (("train", train), ("valid", valid))}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "tokenizer.json").write_text(encoder.tokenizer_json)
+    stored = slice(0, STORED_VALID_WINDOWS)
+    np.savez_compressed(run_dir / "valid_windows.npz", ids=valid.ids[stored], lengths=valid.lengths[stored])
+    caches = {
+        name: {"path": os.fspath(source.path.absolute()), "hash": source.hash, "key": source.key}
+        for name, source in sources.items()
+    }
+    data = {**caches, "eos_id": encoder.info.eos_id, "encoder": dataclasses.asdict(encoder.info)}
+    config.save(run_dir / "config.json")
+    replace_text(run_dir / "data.json", json.dumps(data, indent=2) + "\n")  # last: it vouches for the others
+    return Prepared(config, encoder.info, encoder.tokenizer_json, sources["train"], sources["valid"], lambda: encoder)
+
+
+def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
+    """What an earlier `prepare` of the same run left, if all of it is still there."""
+    from jdllm.data.cache import HiddenStateCache
+    from weights_port.encoder import EncoderInfo
+
+    needed = [run_dir / name for name in ("config.json", "data.json", "tokenizer.json", "valid_windows.npz")]
+    if not all(path.is_file() for path in needed):
+        return None
+    saved = Config.load(run_dir / "config.json")
+    if differences(saved, config, (*MAY_CHANGE, *RESOLVED)):
+        return None
+    data = json.loads((run_dir / "data.json").read_text())
+    sources = []
+    for name in ("train", "valid"):
+        if not (Path(data[name]["path"]) / "DONE").exists():
+            say(f"the {name} cache {data[name]['path']} is gone; making it again")
+            return None
+        sources.append(HiddenStateCache.open(Path(data[name]["path"]), expect=data[name]["key"]))
+    info = EncoderInfo(**data["encoder"])
+    config = resolve(config, info)
+    config.save(run_dir / "config.json")
+    tokenizer_json = (run_dir / "tokenizer.json").read_text()
+    return Prepared(config, info, tokenizer_json, *sources, functools.cache(lambda: load(config)))
+
+
+def load(config: Config) -> HiddenStateEncoder:
+    """The frozen model of a config, its upper layers left out."""
+    from weights_port.encoder import load_encoder
+
+    say(f"encoder: loading {config.encoder}")
+    feed = config.feed
+    return load_encoder(
+        config.encoder, layer=feed.layer, device=feed.encoder_device, dtype=feed.encoder_dtype, revision=feed.revision,
+        trust_remote_code=feed.trust_remote_code,
+    )  # fmt: skip
+
+
+def resolve(config: Config, info: EncoderInfo) -> Config:
+    """The config with the encoder's own width and vocabulary."""
+    return config.replace(model__hidden_dim=info.hidden_dim, model__vocab_size=info.vocab_size)
+
+
+def extract(config: Config, encoder: HiddenStateEncoder, part: Windows) -> HiddenStateCache:
+    """Hidden states of these windows, from the disk or through the encoder."""
+    from jdllm.data.cache import HiddenStateCache
+    from weights_port.extract import extract_to_cache
+
+    path = extract_to_cache(
+        encoder, part, Path(config.feed.cache_dir), batch_tokens=config.feed.encoder_batch_tokens, data_hash=part.hash
+    )
+    return HiddenStateCache.open(path)
+
+
+def windows(config: Config, encoder: HiddenStateEncoder) -> tuple[Windows, Windows]:
+    """Training windows, and the first `valid_windows` held-out ones."""
+    raise NotImplementedError
+
+
+def differences(there: Config, here: Config, free: tuple[str, ...]) -> list[str]:
+    """Fields in which two configs differ, as 'key: old there, new here', without those in `free` and their children."""
+    old, new = flatten(there.to_dict()), flatten(here.to_dict())
+    return [
+        f"{key}: {old[key]!r} there, {new[key]!r} here"
+        for key in new
+        if old[key] != new[key] and not any(key == field or key.startswith(field + ".") for field in free)
+    ]
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"head_dim": 64}} -> {"model.head_dim": 64}."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def say(message: str) -> None:
+    """Progress for the person at the terminal."""
+    print(message, file=sys.stderr, flush=True)
