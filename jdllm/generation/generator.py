@@ -1,0 +1,150 @@
+"""A trained run ready to write text: weights, tokenizer and defaults held together for people and for `jdllm generate`.
+
+`jdllm.load(run_dir)` makes one from a run on disk (training/run.py); everything numerical is in generate.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from jaxtyping import Array, Float, Int
+
+from jdllm.config import Config, ConfigError, SamplingConfig
+from jdllm.diffusion import samplers
+from jdllm.diffusion.schedule import TangentSchedule
+from jdllm.generation import generate
+from jdllm.model.ldlm import Model, Params
+from jdllm.model.standardize import LatentStats
+
+OnStep = Callable[[int, int, Int[np.ndarray, "n t"]], None]
+BATCH = 256
+"""Sequences generated in one program; more are generated in several calls, so that memory does not grow with `num`."""
+
+
+@dataclasses.dataclass
+class Generator:
+    """Averaged weights of a run and what is needed to turn noise into text with them."""
+
+    config: Config
+    params: Params
+    """In the arithmetic of `dtype`."""
+    frozen: Params
+    edges: Float[Array, " n+1"]
+    """The timestep warp that the run had learned."""
+    latent_stats: LatentStats
+    hidden_mean: Float[Array, " dh"]
+    hidden_std: Float[Array, " dh"]
+    tokenizer: tokenizers.Tokenizer
+    eos_id: int
+    dtype: str = "float32"
+    step: int = 0
+    """Optimiser steps behind these weights."""
+
+    def __post_init__(self) -> None:
+        self.model = Model(self.config)
+        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), self.params)
+
+    def sampling(self, **options: Any) -> SamplingConfig:
+        """The run's sampling defaults with `options` in their place; ConfigError on an impossible one."""
+        known = {field.name for field in dataclasses.fields(SamplingConfig)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"no sampling option '{name}'; there are: {', '.join(sorted(known))}")
+        chosen = dataclasses.replace(self.config.sampling, **{k: v for k, v in options.items() if v is not None})
+        if chosen.sampler not in samplers.SAMPLERS:
+            raise ConfigError(f"sampler={chosen.sampler!r} is not one of {', '.join(samplers.SAMPLERS)}")
+        if chosen.grid not in ("u", "tau"):
+            raise ConfigError(f"grid={chosen.grid!r} is not one of u, tau")
+        if chosen.steps < 1 or chosen.num < 1:
+            raise ConfigError(f"steps={chosen.steps} and num={chosen.num} must be at least 1")
+        return chosen
+
+    def generate_tokens(self, *, seed: int = 0, on_step: OnStep | None = None, **options: Any) -> Int[np.ndarray, "num t"]:
+        """Tokens of `num` windows, as they come from the model, EOS and what follows it included.
+
+        Options are those of SamplingConfig: num, steps, sampler, grid, guidance, temperature.  The same seed and options
+        give the same tokens.  `on_step(step, total, tokens)` is called after every denoising step with the text as it
+        then reads; steps are separate programs in that case, and slower.
+        """
+        s = self.sampling(**options)
+        key = jax.random.key(seed)
+        if on_step is not None:
+            return self._watched(key, s, on_step)
+        done = []
+        for index, first in enumerate(range(0, s.num, BATCH)):
+            count = min(BATCH, s.num - first)
+            tokens = generate.generate(
+                self.model, self.params, self.frozen, self.edges, jax.random.fold_in(key, index),
+                num=count, sampling=dataclasses.replace(s, num=count), dtype=self.dtype,
+            )  # fmt: skip
+            done.append(tokens)
+        return np.concatenate([np.asarray(tokens) for tokens in done])
+
+    def generate(self, *, seed: int = 0, on_step: OnStep | None = None, **options: Any) -> list[str]:
+        """Texts, each up to its first end-of-sequence token; see `generate_tokens`."""
+        return self.decode(self.generate_tokens(seed=seed, on_step=on_step, **options))
+
+    def decode(self, tokens: Int[np.ndarray, "n t"]) -> list[str]:
+        """Text of each row up to its first end-of-sequence token."""
+        cut = [row[: row.index(self.eos_id)] if self.eos_id in row else row for row in np.asarray(tokens).tolist()]
+        return self.tokenizer.decode_batch(cut)
+
+    def reconstruct(
+        self, batch: Mapping[str, np.ndarray], *, decoder_noise: float = 0.0, seed: int = 0
+    ) -> Int[np.ndarray, "b t"]:
+        """Hidden states -> latents -> tokens, with noise of that standard deviation on the latents in between."""
+        z = self.encode(batch)
+        z = z + decoder_noise * jax.random.normal(jax.random.key(seed), z.shape)
+        return np.asarray(generate.decode(self.model, self.params, self.frozen, z, dtype=self.dtype))
+
+    def encode(self, batch: Mapping[str, np.ndarray]) -> Float[Array, "b k d"]:
+        """Standardised latents of a batch of raw hidden states."""
+        clip = self.config.feed.clip
+        hidden = (jnp.asarray(batch["hidden"]).astype(jnp.float32) - self.hidden_mean) / self.hidden_std
+        return generate.encode(
+            self.model, self.params, self.frozen, self.latent_stats, jnp.clip(hidden, -clip, clip),
+            jnp.asarray(batch["lengths"]), dtype=self.dtype,
+        )  # fmt: skip
+
+    def denoising_loss(
+        self, z: Float[Array, "b k d"], tau: Float[np.ndarray, " b"], *, seed: int = 0
+    ) -> Float[np.ndarray, " b"]:
+        """Mean squared error per row of one denoiser estimate at tau, without self-conditioning."""
+        noise = jax.random.normal(jax.random.key(seed), z.shape)
+        return np.asarray(_denoising_loss(self.model, self.params, self.frozen, z, jnp.asarray(tau), noise, self.dtype))
+
+    def _watched(self, key: Array, s: SamplingConfig, on_step: OnStep) -> Int[np.ndarray, "num t"]:
+        """The loop of samplers.sample in Python: same noise, same updates, a callback in between."""
+        schedule = TangentSchedule(self.config.diffusion.schedule_d)
+        times = samplers.time_grid(self.edges, s.steps, grid=s.grid, sampler=s.sampler)
+        first, later = jax.random.split(jax.random.fold_in(key, 0))
+        shape = (s.num, self.config.model.num_latents, self.config.model.latent_dim)
+        z = s.temperature * jax.random.normal(first, shape)
+        previous = jnp.zeros(shape)
+        for index in range(s.steps):
+            previous, tokens = generate.estimate_and_read(
+                self.model, self.params, self.frozen, z, times[index], previous, s.guidance,
+                guided=s.guidance != 0.0, dtype=self.dtype,
+            )  # fmt: skip
+            on_step(index + 1, s.steps, np.asarray(tokens))
+            noise = s.temperature * jax.random.normal(jax.random.fold_in(later, index), shape)
+            z = samplers.step(z, previous, noise, times[index], times[index + 1], schedule, s.sampler)
+        return np.asarray(tokens)
+
+
+def _loss(
+    model: Model, params: Params, frozen: Params, z: Array, tau: Array, noise: Array, dtype: str
+) -> Float[Array, " b"]:
+    module, schedule = model.merge(params, frozen), TangentSchedule(model.config.diffusion.schedule_d)
+    z_tau = schedule.add_noise(z, tau, noise).astype(dtype)
+    estimate = module.denoiser(z_tau, module.denoiser.modulation(tau), jnp.zeros_like(z_tau))
+    return jnp.square(estimate.astype(jnp.float32) - z).mean((1, 2))
+
+
+_denoising_loss = jax.jit(_loss, static_argnames=("model", "dtype"))

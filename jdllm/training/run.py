@@ -1,0 +1,81 @@
+"""A run on disk, read back: `jdllm.load(run_dir)`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import tokenizers
+
+from jdllm.config import Config, ConfigError
+from jdllm.diffusion.timesteps import cumulative, init_timesteps
+from jdllm.generation.generator import Generator
+from jdllm.model.ldlm import Model, Params
+from jdllm.model.standardize import init_stats
+from jdllm.training.checkpoint import Checkpoints
+
+FROZEN_HEAD = "frozen_head.safetensors"
+
+
+def load(run_dir: str | Path, *, checkpoint: int | None = None, dtype: str | None = None) -> Generator:
+    """The averaged weights of a run, ready to generate; the newest checkpoint unless its step is given.
+
+    `dtype` defaults to the run's compute_dtype on a GPU and to float32 on a CPU.  ConfigError when the folder is no run.
+    """
+    run_dir = Path(run_dir)
+    for name, what in (("config.json", "config"), ("tokenizer.json", "tokenizer"), ("data.json", "data record")):
+        if not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir} holds no {name} ({what}); pass the folder of a run, such as runs/quickstart")
+    config = Config.load(run_dir / "config.json")
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    step = checkpoints.latest() if checkpoint is None else checkpoint
+    if step is None:
+        raise ConfigError(f"{run_dir} has no checkpoint yet; train until training.checkpoint_every steps are done")
+    model = Model(config)
+    width = (config.model.hidden_dim,)
+    like = {
+        "ema_params": model.param_shapes,
+        "latent_stats": jax.eval_shape(lambda: init_stats(config.model)),
+        "timesteps": jax.eval_shape(lambda: init_timesteps(config.diffusion)),
+        "hidden_mean": jax.ShapeDtypeStruct(width, jnp.float32),
+        "hidden_std": jax.ShapeDtypeStruct(width, jnp.float32),
+    }
+    state, _ = checkpoints.restore_partial(step, like, tuple(like))
+    if dtype is None:
+        dtype = config.training.compute_dtype if jax.default_backend() == "gpu" else "float32"
+    return Generator(
+        config=config,
+        params=state["ema_params"],
+        frozen=load_frozen(run_dir, model),
+        edges=cumulative(state["timesteps"], config.diffusion),
+        latent_stats=state["latent_stats"],
+        hidden_mean=state["hidden_mean"],
+        hidden_std=state["hidden_std"],
+        tokenizer=tokenizers.Tokenizer.from_file(str(run_dir / "tokenizer.json")),
+        eos_id=int(json.loads((run_dir / "data.json").read_text())["eos_id"]),
+        dtype=dtype,
+        step=step,
+    )
+
+
+def save_frozen(run_dir: Path, head: np.ndarray) -> None:
+    """Keep the language model's head (d_h, v), norm gain folded in, with the run: generation needs nothing else of it."""
+    safetensors.numpy.save_file({"head": np.ascontiguousarray(head)}, run_dir / FROZEN_HEAD)
+
+
+def load_frozen(run_dir: Path, model: Model) -> Params:
+    """The frozen weights of a run as the model wants them: empty when the head is trained."""
+    if not jax.tree.leaves(model.frozen_shapes):
+        return model.frozen_shapes
+    path = run_dir / FROZEN_HEAD
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, but model.head is 'encoder'; copy it from where the run was trained")
+    head = safetensors.numpy.load_file(path)["head"]
+    wanted = model.frozen_shapes["token_decoder"]["head"].shape
+    if head.shape != wanted:
+        raise ConfigError(f"{path} has shape {head.shape}, the config wants {wanted}; it belongs to another run")
+    return {"token_decoder": {"head": jnp.asarray(head, jnp.bfloat16)}}
