@@ -112,7 +112,7 @@ def pieces(tokenizer: tokenizers.Tokenizer, ids: Int[np.ndarray, " t"], eos_id: 
     for position, token in enumerate(ids.tolist()):
         if token == eos_id:
             break
-        text = tokenizer.decode(ids[: position + 1].tolist(), skip_special_tokens=False)
+        text = tokenizer.decode(ids[: position + 1].tolist())
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             found.append((text[done:], position))
             done = len(text)
