@@ -7,6 +7,8 @@ Left out on purpose: PDF, HTML and other formats whose extraction is a matter of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import importlib
 import importlib.util
@@ -17,6 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 from jdllm.config import ConfigError
 
@@ -117,7 +120,7 @@ def _json_lines(path: Path, ending: str) -> Iterator[str]:
     opener, damage = gzip.open, (EOFError, zlib.error, lzma.LZMAError)
     if ending.endswith(".zst"):
         zstandard = _optional("zstandard", "zstd", f"to read {path}")
-        opener, damage = zstandard.open, (*damage, zstandard.ZstdError)
+        opener, damage = functools.partial(_open_zst, zstandard), (*damage, zstandard.ZstdError)
     opener = {".jsonl": open, ".jsonl.xz": lzma.open}.get(ending, opener)
     number = 0
     try:
@@ -127,6 +130,27 @@ def _json_lines(path: Path, ending: str) -> Iterator[str]:
                     yield _text_of(line, f"{path}, line {number},")
     except damage as error:
         raise DataError(f"{path} is damaged or was cut off after line {number} ({error}); fetch it again") from None
+
+
+@contextlib.contextmanager
+def _open_zst(zstandard: ModuleType, path: Path, mode: str) -> Iterator[Iterator[bytes]]:
+    """Like gzip.open: lines of all frames, EOFError when the last is cut off (zstandard's own reader passes over that)."""
+
+    def lines(source: BinaryIO) -> Iterator[bytes]:
+        decompressor, inside, line = zstandard.ZstdDecompressor().decompressobj(), False, b""
+        while data := source.read(2**20):
+            while data:
+                *whole, line = (line + decompressor.decompress(data)).split(b"\n")
+                yield from whole
+                inside, data = not decompressor.eof, decompressor.unused_data
+                if not inside:
+                    decompressor = zstandard.ZstdDecompressor().decompressobj()
+        if inside:
+            raise EOFError("it ends inside a frame")
+        yield line
+
+    with open(path, mode) as source:
+        yield lines(source)
 
 
 def _text_of(line: bytes, where: str) -> str:
