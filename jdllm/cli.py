@@ -5,7 +5,7 @@ field of `Config` is an option of `train`.  Nothing heavy is imported before a c
 `generate` never loads torch.  What a command does lives elsewhere: weights_port/pipeline.py trains,
 jdllm/generation writes text, jdllm/evaluation judges it.
 
-Exit codes: 0 done, 1 the run stopped for a reason of its own (a NaN, a collapse), 2 the input was wrong, 130 Ctrl-C.
+Exit codes: 0 done, 2 something that a person can mend (wrong input, a full disk, a collapse), 130 Ctrl-C, 1 our own fault.
 """
 
 from __future__ import annotations

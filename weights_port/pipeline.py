@@ -31,6 +31,7 @@ from jdllm.config import Config, ConfigError
 if TYPE_CHECKING:
     from jdllm.data.cache import HiddenStateCache
     from jdllm.data.windows import Windows
+    from jdllm.training.loop import TrainingData
     from weights_port.encoder import EncoderInfo, HiddenStateEncoder
 
 STORED_VALID_WINDOWS = 512
@@ -56,16 +57,50 @@ class Prepared:
     train_source: HiddenStateCache
     valid_source: HiddenStateCache
     encoder: Callable[[], HiddenStateEncoder]
-    """Loads the frozen model on the first call; for its head, and for the online feed."""
+    """Loads the frozen model, unless it is loaded already."""
 
 
 def run(config: Config, run_dir: Path) -> int:
     """Train until the steps are done, or go on where an interrupted run stopped; returns the exit code."""
     check_resume(config, run_dir)
     prepared = prepare(config, run_dir)
+    from jdllm.evaluation.diversity import sample_figures
     from jdllm.training.loop import train
 
-    return train(prepared, run_dir)
+    last = train(prepared.config, run_dir, training_data(prepared, run_dir), sample_figures)
+    minutes, accuracy = last["seconds"] / 60, last.get("reconstruction")
+    held_out = "" if accuracy is None else f"; {accuracy:.1%} of held-out tokens reconstructed"
+    say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
+    say(f"run: {run_dir} (samples/, plots/, metrics.jsonl)\nnext: jdllm generate --run {run_dir} --watch")
+    return 0
+
+
+def training_data(prepared: Prepared, run_dir: Path) -> TrainingData:
+    """The loop's view of what was prepared: a shuffled loader, held-out windows, statistics, tokenizer, head."""
+    from tokenizers import Tokenizer
+
+    from jdllm.data.loader import BatchLoader
+    from jdllm.training.loop import TrainingData
+    from jdllm.training.run import FROZEN_HEAD
+
+    config, train, valid = prepared.config, prepared.train_source, prepared.valid_source
+    head = None
+    if config.model.head == "encoder" and not (run_dir / FROZEN_HEAD).is_file():
+        found = prepared.encoder().head_weight()
+        head = found.norm_weight[:, None] * found.weight.T
+    return TrainingData(
+        loader=BatchLoader(train, config.training.batch_size, config.seed, config.feed.prefetch),
+        valid=valid,
+        hidden_mean=train.mean,
+        hidden_std=train.std,
+        tokenizer=Tokenizer.from_str(prepared.tokenizer_json),
+        eos_id=prepared.info.eos_id,
+        head=head,
+        provenance={
+            "encoder": train.key["encoder"], "tokenizer": train.key["tokenizer"],
+            "training text": train.key["data"], "held-out text": valid.key["data"],
+        },
+    )  # fmt: skip
 
 
 def check_resume(config: Config, run_dir: Path) -> None:

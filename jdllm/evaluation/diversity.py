@@ -57,6 +57,17 @@ def repetition(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"], orde
     return float(np.mean(shares)) if shares else float("nan")
 
 
+def sample_figures(ids: Int[np.ndarray, "n t"], eos_id: int) -> dict[str, float]:
+    """The figures of a set of texts that training logs beside its samples."""
+    lengths = text_lengths(ids, eos_id)
+    return {
+        "entropy": float(unigram_entropy(ids, lengths).mean()),
+        "distinct_2": distinct(ids, lengths, 2),
+        "repetition_4": repetition(ids, lengths, 4),
+        "sample_tokens": float(lengths.mean()),
+    }
+
+
 def cut_to_lengths_of(
     lengths: Int[np.ndarray, " n"], other: Int[np.ndarray, " m"]
 ) -> tuple[Int[np.ndarray, " r"], Int[np.ndarray, " r"]]:
