@@ -9,6 +9,7 @@ Left out: generation, quantised weights, and models spread over several GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float, Int
 
 from weights_port.checkpoints import HEAD_KEYS, Checkpoint, EncoderError, bare_name, open_checkpoint
-from weights_port.loading import blocks, fingerprint, load_strict, norm_gain
+from weights_port.loading import blocks, fingerprint, load_strict, norm_gain, quiet
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,9 @@ class HiddenStateEncoder:
         else:
             valid = np.arange(longest)[None, :] < lengths[:, None]
             mask = torch.from_numpy(valid).to(self.device, non_blocking=True)
-        with torch.inference_mode():
+        # On a CPU the plain PyTorch paths are meant to be used; transformers would advise CUDA kernels.
+        silence = quiet() if self.device.type == "cpu" else contextlib.nullcontext()
+        with torch.inference_mode(), silence:
             hidden = _run(self._model, self.info, tokens, None if mask is None else mask.long())
             return hidden if mask is None else hidden.masked_fill(~mask[:, :, None], 0)
 

@@ -6,8 +6,10 @@ not finite, is collected into one error here.  Tensors of upper layers, heads an
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,11 +35,26 @@ def _truncated(config: Any, num_layers: int) -> Any:
     return config
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No loading bars and load reports of transformers: what matters in them is raised as an error."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def load_strict(checkpoint: Checkpoint, num_layers: int, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
     """The base model with its first layers; transformers does the key conversions, nothing it reports is let pass."""
     import torch
     from transformers import AutoModel
-    from transformers.utils import logging
 
     wanted: dict[str, Any] = {}
     for key, tensor in checkpoint.tensors.items():
@@ -54,27 +71,21 @@ def load_strict(checkpoint: Checkpoint, num_layers: int, device: torch.device, d
                 f"encoder {checkpoint.name!r}: transformers has no text model for {type(config).__name__}"
             )
         model_class = AutoModel._model_mapping[type(config)]
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
     try:
-        model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict={bare_name(key): tensor for key, tensor in wanted.items()},
-            dtype=dtype,
-            device_map={"": device} if device.type != "cpu" else None,
-            ignore_mismatched_sizes=True,  # so that all of them are reported together, below
-            output_loading_info=True,
-        )
+        with quiet():
+            model, report = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict={bare_name(key): tensor for key, tensor in wanted.items()},
+                dtype=dtype,
+                device_map={"": device} if device.type != "cpu" else None,
+                ignore_mismatched_sizes=True,  # so that all of them are reported together, below
+                output_loading_info=True,
+            )
     except (RuntimeError, ValueError, KeyError) as error:
         raise EncoderError(f"encoder {checkpoint.name!r} cannot be loaded: {error}") from error
     except ImportError as error:
         raise EncoderError(f"encoder {checkpoint.name!r} needs a package that is not installed: {error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
     problems = [f"missing: {key}" for key in sorted(report["missing_keys"])]
     problems += [f"unexpected: {key}" for key in sorted(report["unexpected_keys"])]
     problems += [f"wrong shape: {key} is {tuple(a)}, not {tuple(b)}" for key, a, b in sorted(report["mismatched_keys"])]
