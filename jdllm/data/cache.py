@@ -26,9 +26,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -41,17 +39,26 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int
 
+from jdllm.data.shards import (
+    REBUILD,
+    blocks_of,
+    merge,
+    read_json,
+    size_of,
+    statistics_of,
+    sums_name,
+    take_lock,
+    to_json,
+    to_npy,
+    total_statistics,
+    windows_per_shard,
+    write,
+    write_shard,
+)  # fmt: skip
 from jdllm.data.text import DataError
 from jdllm.data.windows import Windows
 
 FORMAT = 1
-VARIANCE_FLOOR = 1e-4
-SHARD_BYTES = 256 * 2**20
-# An interrupted slow machine loses 1/32 of the work or 1 MB, and the shards of a huge cache can all be open at once.
-_LEAST_SHARD_BYTES, _LEAST_SHARDS, _MOST_SHARDS = 2**20, 32, 512
-# Elements of a block of statistics: 1 MB of float32, which stays in the processor's cache.
-_BLOCK_ELEMENTS = 2**18
-
 CacheKey = dict[str, Any]
 Batch = dict[str, np.ndarray]
 
@@ -98,11 +105,8 @@ class CacheWriter:
             raise DataError("a cache needs windows of at least two tokens, and has none; give more text with --data")
         with self._disk_errors():
             self.path.mkdir(parents=True, exist_ok=True)
-            self._check_key()
-            if (self.path / "DONE").exists():
-                self.complete, self.position = True, len(windows)
-                return
-            self._lock = _take_lock(self.path)
+            if not (self.path / "DONE").exists():
+                self._lock = take_lock(self.path)
             try:
                 self._begin(shard_bytes)
             except BaseException:
@@ -117,8 +121,7 @@ class CacheWriter:
                 f"append takes at most ({n - self.position}, {t}, {d}) bfloat16 at window {self.position} of {n}, "
                 f"not {hidden.shape} {hidden.dtype}"
             )
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         words = hidden.view(np.uint16)
         while len(words):
             if self._buffer is None:
@@ -134,13 +137,16 @@ class CacheWriter:
     def finish(self) -> Path:
         """Complete the cache and return its folder."""
         if not self.complete:
-            if self.position != len(self._windows):
-                raise ValueError(f"only {self.position} of {len(self._windows)} windows were appended")
+            self._raise_failure()
+            if self.position != len(self._windows) or self._pool is None:
+                raise ValueError(
+                    f"only {self.position} of {len(self._windows)} windows were appended, or the writer is closed"
+                )
             with self._disk_errors():
                 while self._pending:
                     self._collect()
-                _write(self.path / "stats.json", _json(_total_statistics(self.path, self._index["shards"])))
-                _write(self.path / "DONE", b"")
+                write(self.path / "stats.json", to_json(total_statistics(self.path, self._index["shards"])))
+                write(self.path / "DONE", b"")
             self.complete = True
         self.close()
         return self.path
@@ -164,41 +170,44 @@ class CacheWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_key(self) -> None:
-        """Write key.json, or compare with the one that is there."""
-        if (self.path / "key.json").exists():
-            _compare_keys(self.path, _read_json(self.path, "key.json"), self.key)
-        else:
-            _write(self.path / "key.json", _json(self.key))
-
     def _begin(self, shard_bytes: int | None) -> None:
         """Start a folder, or find the last good shard of one that was left unfinished."""
+        if (self.path / "key.json").exists():
+            _compare_keys(self.path, read_json(self.path, "key.json"), self.key)
+        else:
+            write(self.path / "key.json", to_json(self.key))
+        if (self.path / "DONE").exists():
+            self.complete, self.position = True, len(self._windows)
+            return
         n, t, d = self._shape
         for left_over in self.path.glob("*.tmp"):
             left_over.unlink()
         arrays = {"ids.npy": self._windows.ids, "lengths.npy": self._windows.lengths}
-        files = {name: _npy(array.astype(np.int32)) for name, array in arrays.items()}
+        files = {name: to_npy(array.astype(np.int32)) for name, array in arrays.items()}
         fresh = {
             "format": FORMAT,
             "shape": [n, t, d],
-            "windows_per_shard": _windows_per_shard(n, 2 * t * d, shard_bytes),
+            "windows_per_shard": windows_per_shard(n, 2 * t * d, shard_bytes),
             "files": {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in files.items()},
             "shards": [],
         }
         if (self.path / "index.json").exists():
-            self._index = _read_json(self.path, "index.json")
+            self._index = read_json(self.path, "index.json")
             for field in ("format", "shape", "files"):
                 if self._index.get(field) != fresh[field]:
                     raise DataError(
                         f"the unfinished cache {self.path} was begun with other windows ({field}: {self._index.get(field)} "
-                        f"instead of {fresh[field]}); {_REBUILD.format(self.path)}"
+                        f"instead of {fresh[field]}); {REBUILD.format(self.path)}"
                     )
         else:
             for name, data in files.items():
-                _write(self.path / name, data)
+                write(self.path / name, data)
             self._index = fresh
-            _write(self.path / "index.json", _json(fresh))
-        good = [_size(self.path / shard["name"]) == shard["bytes"] for shard in self._index["shards"]]
+            write(self.path / "index.json", to_json(fresh))
+        good = [
+            size_of(self.path / shard["name"]) == shard["bytes"] and (self.path / sums_name(shard["name"])).exists()
+            for shard in self._index["shards"]
+        ]
         del self._index["shards"][(good + [False]).index(False) :]
         self.position = sum(shard["windows"] for shard in self._index["shards"])
         needed, free = (n - self.position) * t * d * 2, shutil.disk_usage(self.path).free
@@ -224,10 +233,10 @@ class CacheWriter:
         number = len(self._index["shards"]) + len(self._pending)
         first = number * self._index["windows_per_shard"]
         lengths = self._windows.lengths[first : first + len(words)]
-        futures = [self._pool.submit(_write_shard, self.path / f"shard-{number:05d}.bf16", words)]
-        blocks = _blocks(*words.shape)
+        futures = [self._pool.submit(write_shard, self.path / f"shard-{number:05d}.bf16", words)]
+        blocks = blocks_of(*words.shape)
         for part in range(self._threads):
-            futures.append(self._pool.submit(_statistics, words, lengths, blocks[part :: self._threads], first))
+            futures.append(self._pool.submit(statistics_of, words, lengths, blocks[part :: self._threads], first))
         self._pending.append((number, self._buffer, futures))
         self._buffer = None
 
@@ -241,17 +250,23 @@ class CacheWriter:
         try:
             entry = futures[0].result()
             blocks = sorted(block for future in futures[1:] for block in future.result())
-            count, mean, deviation = _merge(*list(zip(*blocks))[1:])
-            _write(self.path / f"shard-{number:05d}.npy", _npy(np.stack([mean, deviation])))
+            count, mean, deviation = merge(*list(zip(*blocks))[1:])
+            write(self.path / sums_name(entry["name"]), to_npy(np.stack([mean, deviation])))
             windows = entry["bytes"] // (2 * self._shape[1] * self._shape[2])
             self._index["shards"][number:] = [{**entry, "windows": windows, "counted": int(count)}]
-            _write(self.path / "index.json", _json(self._index))
+            write(self.path / "index.json", to_json(self._index))
         except (OSError, DataError) as error:
             self._failure = error
             self._pending.clear()  # a shard after a missing one is worth nothing
             raise
         del self._pending[0]
         return buffer
+
+    def _raise_failure(self) -> None:
+        """What went wrong once makes every later call fail too: the windows after it have nowhere to go."""
+        if self._failure is not None:
+            with self._disk_errors():
+                raise self._failure
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -300,22 +315,22 @@ class HiddenStateCache:
             raise DataError(
                 f"{path} is not a hidden-state cache (it has no key.json); run the training command, which makes one"
             )
-        key = _read_json(path, "key.json")
+        key = read_json(path, "key.json")
         if expect is not None:
             _compare_keys(path, key, expect)
         if not (path / "DONE").exists():
             raise DataError(
                 f"the cache {path} is unfinished; run the command that was making it again, it goes on where it stopped"
             )
-        index, statistics = _read_json(path, "index.json"), _read_json(path, "stats.json")
+        index, statistics = read_json(path, "index.json"), read_json(path, "stats.json")
         if index.get("format") != FORMAT:
-            raise DataError(f"the cache {path} has format {index.get('format')}, not {FORMAT}; {_REBUILD.format(path)}")
+            raise DataError(f"the cache {path} has format {index.get('format')}, not {FORMAT}; {REBUILD.format(path)}")
         files = {**index["files"], **{shard["name"]: shard for shard in index["shards"]}}
         for name, entry in files.items():
-            size = _size(path / name)
+            size = size_of(path / name)
             if size != entry["bytes"]:
                 what = "is missing" if size is None else f"has {size} bytes instead of {entry['bytes']}"
-                raise DataError(f"{name} of the cache {path} {what}; {_REBUILD.format(path)}")
+                raise DataError(f"{name} of the cache {path} {what}; {REBUILD.format(path)}")
         if verify:
             _verify(path, files)
         return cls(path, key, index, statistics)
@@ -338,73 +353,10 @@ class HiddenStateCache:
         return {"hidden": words.view(ml_dtypes.bfloat16), "ids": self.ids[rows], "lengths": self.lengths[rows]}
 
 
-_REBUILD = "delete that folder ({}) and run the same command again, which builds it anew"
-
-
-def _windows_per_shard(n: int, window_bytes: int, shard_bytes: int | None) -> int:
-    """Windows in a shard, from the shapes alone."""
-    most = shard_bytes or max(SHARD_BYTES, -(-n * window_bytes // _MOST_SHARDS))
-    wanted = max(_LEAST_SHARD_BYTES, -(-n * window_bytes // _LEAST_SHARDS))
-    return max(1, min(most, wanted) // window_bytes)
-
-
-def _write_shard(path: Path, words: np.ndarray) -> dict[str, Any]:
-    """Write a shard and return its entry in the index."""
-    data = memoryview(words).cast("B")
-    checksum = zlib.crc32(data)
-    _write(path, data)
-    return {"name": path.name, "bytes": len(data), "crc32": checksum}
-
-
-def _blocks(m: int, t: int, d: int) -> list[tuple[int, int]]:
-    """Ranges of windows of a shard over which statistics are computed at a time."""
-    size = max(1, _BLOCK_ELEMENTS // (t * d))
-    return [(start, min(start + size, m)) for start in range(0, m, size)]
-
-
-def _statistics(words: np.ndarray, lengths: np.ndarray, blocks: list[tuple[int, int]], first: int) -> list[tuple]:
-    """(start, count, mean, sum of squared deviations) of each block; two passes, so a large mean costs no digits."""
-    position, results = np.arange(words.shape[1]), []
-    for start, stop in blocks:
-        block = words[start:stop]
-        if ((block & 0x7FFF) >= 0x7F80).any():  # exponent all ones
-            raise DataError(
-                f"the encoder gave NaN or infinite hidden states in windows {first + start} to {first + stop - 1}; "
-                f"set feed.encoder_dtype=float32, or check the encoder's weights"
-            )
-        counted = (position >= 1) & (position < lengths[start:stop, None])
-        x = (block[counted].astype(np.uint32) << 16).view(np.float32)
-        mean = x.sum(0) / np.float32(len(x))
-        x -= mean
-        rest = x.sum(0).astype(np.float64)  # what rounding the mean to float32 left
-        x *= x
-        deviation = x.sum(0).astype(np.float64) - rest**2 / len(x)
-        results.append((start, len(x), mean + rest / len(x), deviation))
-    return results
-
-
-def _merge(counts: Sequence[int], means: Sequence[np.ndarray], deviations: Sequence[np.ndarray]) -> tuple:
-    """Join the statistics of disjoint sets (Chan, Golub and LeVeque 1983)."""
-    weights, means = np.array(counts, np.float64)[:, None], np.stack(means)
-    mean = (weights * means).sum(0) / weights.sum()
-    return weights.sum(), mean, np.stack(deviations).sum(0) + (weights * (means - mean) ** 2).sum(0)
-
-
-def _total_statistics(path: Path, shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """What stats.json holds."""
-    sums = [np.load(path / shard["name"].replace(".bf16", ".npy")) for shard in shards]
-    count, mean, deviation = _merge([shard["counted"] for shard in shards], [s[0] for s in sums], [s[1] for s in sums])
-    std = np.sqrt(np.maximum(deviation / count, VARIANCE_FLOOR))
-    return {
-        "counted_tokens": int(count), "windows": sum(shard["windows"] for shard in shards),
-        "mean": mean.tolist(), "std": std.tolist(),
-    }  # fmt: skip
-
-
 def _verify(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every checksum, unless `verified` says that these very files were compared before."""
     state = {name: [(path / name).stat().st_size, (path / name).stat().st_mtime_ns] for name in files}
-    if (path / "verified").exists() and _read_json(path, "verified") == state:
+    if (path / "verified").exists() and read_json(path, "verified") == state:
         return
 
     def checksum(name: str) -> int:
@@ -417,9 +369,9 @@ def _verify(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for name, value in zip(files, pool.map(checksum, files)):
             if value != files[name]["crc32"]:
-                raise DataError(f"{name} of the cache {path} has changed since it was written; {_REBUILD.format(path)}")
+                raise DataError(f"{name} of the cache {path} has changed since it was written; {REBUILD.format(path)}")
     with contextlib.suppress(OSError):  # a cache in a read-only folder is verified each time
-        _write(path / "verified", _json(state))
+        write(path / "verified", to_json(state))
 
 
 def _compare_keys(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -442,63 +394,8 @@ def _compare_keys(path: Path, found: Mapping[str, Any], expected: Mapping[str, A
         )
 
 
-def _take_lock(path: Path) -> int:
-    """Hold `lock` in the folder; the kernel lets go of it when the process dies, so it is never stale."""
-    while True:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 64).decode(errors="replace").strip() or "?"
-            os.close(lock)
-            raise DataError(
-                f"process {owner} is writing the cache {path} right now; wait until it is done, or end it, and run again"
-            ) from None
-        if _size(path / "lock") is not None and os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
-            os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()}\n".encode())
-            return lock
-        os.close(lock)  # the last owner removed it between our two steps
-
-
 def _no_space(path: Path, detail: str) -> str:
     return (
         f"no space left for the cache {path}: {detail}. Free some space, set feed.cache_dir to a larger disk, or lower "
         f"feed.max_tokens, and run the same command again, which goes on from there"
     )
-
-
-def _write(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _npy(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
-def _read_json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        return json.loads((path / name).read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name} of the cache {path} cannot be read ({error}); {_REBUILD.format(path)}") from None
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
