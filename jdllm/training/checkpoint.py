@@ -165,7 +165,8 @@ class Checkpoints:
             if name not in there:
                 problems.append(f"{name} is not in the checkpoint")
             elif there[name] != what:
-                problems.append(f"{name} is {_show(there[name])} there, {_show(what)} here")
+                (shape, dtype), (our_shape, our_dtype) = there[name], what
+                problems.append(f"{name} is {dtype}{tuple(shape)} there, {our_dtype}{tuple(our_shape)} here")
         for name in there:
             if name not in here and (whole or name.split("/", 1)[0] in entries):
                 problems.append(f"{name} is only in the checkpoint")
@@ -279,11 +280,6 @@ def _describe(leaf: Any) -> list[Any]:
     """A leaf in the manifest: [[4, 3], "float32"]."""
     abstract = _abstract(leaf)
     return [list(abstract.shape), abstract.dtype.name]
-
-
-def _show(described: list[Any]) -> str:
-    shape, dtype = described
-    return f"{dtype}({', '.join(map(str, shape))})"
 
 
 def _first_line(error: Exception | str) -> str:
