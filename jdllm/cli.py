@@ -16,11 +16,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from jdllm.config import Config, ConfigError, preset
+
+if TYPE_CHECKING:
+    from jdllm.evaluation.evaluate import Scorer
+    from jdllm.generation.generator import Generator
 
 DEFAULT_PRESET = "quickstart"
 
@@ -118,12 +122,20 @@ class Eval:
         if self.num < 2:
             raise ConfigError(f"--num {self.num} is too small; the least is 2, and figures settle from about 256")
         steps = step_list(self.steps)
-        from jdllm.evaluation.report import evaluate_run
+        from jdllm.evaluation.evaluate import evaluate_run
+        from jdllm.evaluation.report import markdown
 
-        return evaluate_run(
-            self.run, steps=steps, num=self.num, seed=self.seed, sampler=self.sampler,
-            scorer=None if self.scorer == "none" else self.scorer, checkpoint=self.checkpoint, out=self.out,
+        def load_scorer(generator: Generator) -> Scorer:
+            from weights_port.scorer import scorer_for_run
+
+            return scorer_for_run(self.scorer, self.run, generator)
+
+        report = evaluate_run(
+            self.run, steps=steps, num=self.num, seed=self.seed, sampler=self.sampler, checkpoint=self.checkpoint,
+            out=self.out, load_scorer=None if self.scorer == "none" else load_scorer,
         )  # fmt: skip
+        print(markdown(report), end="")
+        return 0
 
 
 COMMANDS = {"train": Train, "generate": Generate, "eval": Eval}

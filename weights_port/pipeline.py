@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,15 @@ import numpy as np
 from jdllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from jdllm.data.cache import HiddenStateCache
     from jdllm.data.windows import Windows
     from jdllm.training.loop import TrainingData
     from weights_port.encoder import EncoderInfo, HiddenStateEncoder
 
 STORED_VALID_WINDOWS = 512
+SPREAD, MOST_SPREAD_TOKENS = 32, 10_000_000
 
 # What a resumed run may change without becoming another run.  Everything else shapes the weights.
 MAY_CHANGE = (
@@ -166,6 +169,8 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
 def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
     """What an earlier `prepare` of the same run left, if all of it is still there."""
     from jdllm.data.cache import HiddenStateCache
+    from jdllm.data.text import DataError
+    from jdllm.data.windows import tokenizer_hash
     from weights_port.encoder import EncoderInfo
 
     needed = [run_dir / name for name in ("config.json", "data.json", "tokenizer.json", "valid_windows.npz")]
@@ -181,10 +186,15 @@ def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
             say(f"the {name} cache {data[name]['path']} is gone; making it again")
             return None
         sources.append(HiddenStateCache.open(Path(data[name]["path"]), expect=data[name]["key"]))
+    tokenizer_json = (run_dir / "tokenizer.json").read_text()
+    if tokenizer_hash(tokenizer_json) != sources[0].key["tokenizer"]:
+        raise DataError(
+            f"{run_dir / 'tokenizer.json'} is not the tokenizer that the cache {sources[0].path} was made with; delete it and "
+            "run the same command again, which writes the right one"
+        )
     info = EncoderInfo(**data["encoder"])
     config = resolve(config, info)
     config.save(run_dir / "config.json")
-    tokenizer_json = (run_dir / "tokenizer.json").read_text()
     return Prepared(config, info, tokenizer_json, *sources, functools.cache(lambda: load(config)))
 
 
@@ -217,15 +227,15 @@ def extract(config: Config, encoder: HiddenStateEncoder, part: Windows) -> Hidde
 
 
 def windows(config: Config, encoder: HiddenStateEncoder) -> tuple[Windows, Windows]:
-    """Training windows, and the first `valid_windows` held-out ones.
+    """Training windows, at most `max_tokens` of them together, and `valid_windows` held-out ones.
 
-    Text is streamed, twice where held-out documents come out of the training text, so that a dataset larger than memory
-    can give its first `max_tokens`.
+    Text is streamed, twice where held-out documents come out of the training text, so that a part of a dataset larger
+    than memory can be used.
     """
     from tokenizers import Tokenizer
 
     from jdllm.data.text import read_documents
-    from jdllm.data.windows import HELD_OUT_EVERY, pack, split
+    from jdllm.data.windows import HELD_OUT_EVERY, split
 
     tokenizer = Tokenizer.from_str(encoder.tokenizer_json)
     t, eos_id, held_out = config.model.num_tokens, encoder.info.eos_id, HELD_OUT_EVERY - 1
@@ -240,11 +250,26 @@ def windows(config: Config, encoder: HiddenStateEncoder) -> tuple[Windows, Windo
         first = list(itertools.islice(read_documents(config.data), HELD_OUT_EVERY))
         few = len(first) < HELD_OUT_EVERY
         train, valid = split(first) if few else (every_20th(False), every_20th(True))
-    most = config.feed.valid_windows
     return (
-        pack(train, tokenizer, t, eos_id, config.feed.max_tokens),
-        pack(valid, tokenizer, t, eos_id, most * t)[:most],
+        spread(train, tokenizer, t, eos_id, config.feed.max_tokens),
+        spread(valid, tokenizer, t, eos_id, config.feed.valid_windows * t),
     )
+
+
+def spread(documents: Iterable[str], tokenizer: Tokenizer, t: int, eos_id: int, most: int | None) -> Windows:
+    """About `most` tokens in windows from all over the text (from its first 32 x `most` tokens, or 10 million).
+
+    The first windows alone would be one book or one decade of speeches.  They come in a fixed random order, so that the
+    first few stand for all.
+    """
+    from jdllm.data.windows import pack
+
+    if most is None:
+        return pack(documents, tokenizer, t, eos_id)
+    found = pack(documents, tokenizer, t, eos_id, max(most, min(SPREAD * most, MOST_SPREAD_TOKENS)))
+    count = min(max(most // t, 1), len(found))
+    rows = np.linspace(0, len(found) - 1, count).astype(np.int64)
+    return found[np.random.default_rng(0).permutation(rows)]
 
 
 def differences(there: Config, here: Config, free: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`jdllm eval`: everything measured of a run, samples beside human text of the same length, as JSON, table and texts.
+"""Samples beside human text of the same length, and everything measured of a run as JSON, table and texts.
 
 A figure of samples alone says little: low perplexity is also what "the the the" has, and all figures depend on length.
 So each stands beside the same figure of held-out human text, cut to the lengths of the samples (diversity.py).  Human
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jdllm.config import ConfigError
 from jdllm.evaluation import diversity
 
 Score = Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], float]
@@ -169,15 +168,6 @@ def commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def held_out_ids(run_dir: Path) -> tuple[Int[np.ndarray, "m t"], Int[np.ndarray, " m"]]:
-    """Held-out windows that training left in the run folder."""
-    path = run_dir / "valid_windows.npz"
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing; the command that trained this run writes it again")
-    with np.load(path) as stored:
-        return stored["ids"], stored["lengths"]
 
 
 def save(report: dict[str, Any], texts: dict[str, Sequence[str]], out: Path) -> None:

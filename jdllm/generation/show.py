@@ -23,6 +23,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     import tokenizers
 
+WORTH_REPEATING_SECONDS = 20.0
 LEAST_SECONDS_A_STEP = 0.12  # a GPU is done with ten steps before an eye has read one
 
 
@@ -39,20 +40,26 @@ def generate(
     else:
         start = time.perf_counter()
         tokens = generator.generate_tokens(seed=seed, **options)
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        tokens = generator.generate_tokens(seed=seed, **options)
-        warm = time.perf_counter() - start
-        say(timing(tokens, max(first - warm, 0.0), warm))
+        first, warm = time.perf_counter() - start, None
+        if first < WORTH_REPEATING_SECONDS:  # the same program again, now that it is compiled
+            start = time.perf_counter()
+            tokens = generator.generate_tokens(seed=seed, **options)
+            warm = time.perf_counter() - start
+        say(timing(tokens, first, warm))
     texts = generator.decode(tokens)
     write(texts, tokens, generator.eos_id, seed, jsonl=jsonl)
     return 0
 
 
-def timing(tokens: Int[np.ndarray, "n t"], compile_seconds: float, seconds: float) -> str:
-    """One line: what compilation cost, and the speed without it."""
+def timing(tokens: Int[np.ndarray, "n t"], first: float, warm: float | None) -> str:
+    """One line: seconds and speed without compilation (`warm`), or with it when only one run was made."""
     n, t = tokens.shape
-    return f"{n} texts of {t} tokens in {seconds:.3f} s ({n * t / seconds:,.0f} tokens/s), after {compile_seconds:.1f} s of compilation"
+    seconds, note = (
+        (first, "compilation included")
+        if warm is None
+        else (warm, f"after {max(first - warm, 0):.1f} s of compilation")
+    )
+    return f"{n} texts of {t} tokens in {seconds:.3f} s ({n * t / seconds:,.0f} tokens/s), {note}"
 
 
 def write(texts: Sequence[str], tokens: Int[np.ndarray, "n t"], eos_id: int, seed: int, *, jsonl: bool) -> None:

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from jdllm.config import ConfigError
 from jdllm.evaluation import report as reporting
 
 EOS, T = 99, 12
@@ -105,8 +104,3 @@ def test_files_are_strict_json_a_table_and_the_first_samples(tmp_path):
     assert out.with_suffix(".md").read_text() == reporting.markdown(example())
     samples = (out.parent / "samples" / "steps-4.txt").read_text()
     assert samples.count("---\n") == 32 and "text 31" in samples and "text 32" not in samples
-
-
-def test_a_run_without_stored_windows_says_how_to_get_them(tmp_path):
-    with pytest.raises(ConfigError, match=r"valid_windows\.npz is missing"):
-        reporting.held_out_ids(tmp_path)
