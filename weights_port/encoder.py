@@ -23,6 +23,7 @@ from weights_port.loading import blocks, fingerprint, load_strict, norm_gain, qu
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +98,35 @@ class HiddenStateEncoder:
 
     def head_weight(self) -> EncoderHead:
         """Output head and final norm in float32, read from the checkpoint; the upper layers stay unread."""
-        checkpoint, config = self._checkpoint, self._checkpoint.config
+        gain, eps = norm_gain(self.info.name, self._model)
+        return EncoderHead(self.head_matrix(), gain, eps)
+
+    def head_matrix(self) -> Float[np.ndarray, "v d"]:
+        """Weight of the output head in float32; the embedding where the two are tied."""
+        checkpoint = self._checkpoint
         key = next((key for key in HEAD_KEYS if key in checkpoint.tensors), None)
-        if key is None or config.tie_word_embeddings:
-            key = next(key for key in checkpoint.tensors if bare_name(key) in ("embed_tokens.weight", "wte.weight"))
+        if key is None or checkpoint.config.tie_word_embeddings:
+            names = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+            key = next((key for key in checkpoint.tensors if bare_name(key) in names), None)
+        if key is None:
+            raise EncoderError(f"encoder {self.info.name!r} has no output head under a known name; use head=trained")
         checkpoint.fetch([key])
         weight = checkpoint.tensors[key][...].float().numpy()
-        gain, eps = norm_gain(self.info.name, self._model)
-        return EncoderHead(weight, gain, eps)
+        if weight.shape != (self.info.vocab_size, self.info.hidden_dim):
+            raise EncoderError(
+                f"encoder {self.info.name!r}: its head {key} is {weight.shape}, not "
+                f"{(self.info.vocab_size, self.info.hidden_dim)}; use head=trained"
+            )
+        return weight
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The full text model's config."""
+        return self._checkpoint.config
+
+    def weights_digest(self, num_layers: int) -> str:
+        """What info.identity["weights"] of an encoder cut after num_layers would be, in the same dtype."""
+        return fingerprint(self._model, num_layers)
 
     def _checked(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = np.asarray(ids), np.asarray(lengths)

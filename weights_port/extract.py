@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 BATCHES_PER_CHUNK = 4
 _BUFFERS = 2
+CPU_BATCH_TOKENS = 1024
+"""More at once is no faster on a CPU: activations then leave its caches."""
 
 
 def cache_key(info: EncoderInfo, data_hash: str, num_tokens: int) -> CacheKey:
@@ -47,12 +49,14 @@ def extract_to_cache(
 ) -> Path:
     """Fill the cache of these windows and return its folder; a finished one is returned at once, a partial one goes on.
 
-    batch_tokens: tokens in one forward pass, padding included.
+    batch_tokens: tokens in one forward pass, padding included; at most CPU_BATCH_TOKENS on a CPU.
     """
     num_tokens = windows.ids.shape[1]
     check_length(encoder.info, num_tokens)
     if batch_tokens < 1:
         raise EncoderError(f"encoder_batch_tokens={batch_tokens} must be at least 1")
+    if encoder.device.type == "cpu":
+        batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS)
     key = cache_key(encoder.info, data_hash, num_tokens)
     with CacheWriter(cache_root, key, windows, encoder.info.hidden_dim) as writer:
         if not writer.complete:

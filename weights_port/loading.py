@@ -134,12 +134,14 @@ def norm_gain(name: str, model: torch.nn.Module) -> tuple[Float[np.ndarray, " d"
     return gain.numpy(), eps
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """Digest of all loaded weights: names, shapes, an exact sum over all bits, and a sample that sees the order."""
+def fingerprint(model: torch.nn.Module, num_layers: int | None = None) -> str:
+    """Digest of the weights of the first layers: names, shapes, exact sum over all bits, and a sample that sees order."""
     import torch
 
     digest = hashlib.sha256()
     for name, value in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if num_layers is not None and (block_index(name) or 0) >= num_layers:
+            continue
         bits = value.detach().contiguous().view(-1).view(torch.int16 if value.element_size() == 2 else torch.int32)
         sample = bits[:: max(1, bits.numel() // 4096)]
         digest.update(f"{name} {tuple(value.shape)} {int(bits.sum(dtype=torch.int64))} ".encode())
