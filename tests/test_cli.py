@@ -1,17 +1,22 @@
 """The command line as a person meets it: a subprocess, its exit code, and what it says when something is wrong."""
 
+import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
+import numpy as np
 import pytest
+import rich.console
+import tokenizers
 
 from jdllm import cli
 from jdllm.config import ConfigError, preset
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     **os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "WANDB_MODE": "offline",
 }  # fmt: skip
@@ -183,22 +188,6 @@ def test_a_folder_that_is_no_run_cannot_generate(tmp_path):
     refused(jdllm("generate", "--run", "runs/other", cwd=tmp_path), "runs/other is not a run", "there are: runs/good")
 
 
-def test_a_config_with_an_unknown_key_cannot_generate(tmp_path):
-    run = tmp_path / "runs" / "old"
-    run.mkdir(parents=True)
-    values = preset("smoke").to_dict()
-    values["model"]["latent_dmi"] = values["model"].pop("latent_dim")
-    (run / "config.json").write_text(json.dumps(values))
-    refused(jdllm("generate", "--run", "runs/old", cwd=tmp_path), "'model.latent_dmi'", "'model.latent_dim'")
-
-
-def test_a_run_that_has_no_checkpoint_yet_cannot_generate(tmp_path):
-    run = tmp_path / "runs" / "new"
-    run.mkdir(parents=True)
-    preset("smoke").save(run / "config.json")
-    refused(jdllm("generate", "--run", "runs/new", cwd=tmp_path), "error:", "checkpoint")
-
-
 def test_resuming_with_another_config_lists_what_differs(tmp_path):
     run = tmp_path / "runs" / "smoke"
     (run / "checkpoints" / "100").mkdir(parents=True)
@@ -266,3 +255,264 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path):
         shell=True, executable="/bin/bash", env=ENVIRONMENT, capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "0" and not done.stderr
+
+
+# One small run, trained once
+
+
+TRAIN = [
+    "--preset", "smoke", "--data", "text.txt", "--model.latent-dim", 32, "--training.steps", 24, "--training.batch-size", 8,
+    "--training.log-every", 4, "--training.probe-every", 8, "--training.sample-every", 12, "--training.checkpoint-every", 8,
+    "--feed.max-tokens", 4000, "--feed.valid-windows", 12, "--training.wandb", "disabled", "--sampling.steps", 3,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Environment in which a program that was compiled once is not compiled again."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+def write_text(folder):
+    rng = np.random.default_rng(0)
+    words = ["the", "people", "of", "this", "house", "have", "made", "a", "law", "and", "kept", "it", "for", "long"]
+    (folder / "text.txt").write_text(" ".join(rng.choice(words, 4000)) + ".")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, compiled):
+    """A folder with text.txt, cache/ and runs/smoke."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_text(folder)
+    done = jdllm("train", *TRAIN, cwd=folder, **compiled)
+    assert done.returncode == 0, done.stderr
+    assert "run: runs/smoke" in done.stderr and "held-out tokens reconstructed" in done.stderr
+    return folder
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """The trained folder again, to be spoilt; its data.json still names the first one's caches."""
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def in_process(capsys, *arguments):
+    """Exit code, stdout and stderr of a command run here, which spares the start of another Python."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def metrics(run):
+    timings = ("tokens_per_second", "mfu")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in timings} for line in lines]
+
+
+def test_a_run_leaves_all_that_the_design_lists(trained):
+    run = trained / "runs" / "smoke"
+    names = {path.name for path in run.iterdir()}
+    assert {"config.json", "tokenizer.json", "data.json", "valid_windows.npz", "metrics.jsonl", "checkpoints"} <= names
+    assert list((run / "plots").glob("*.png")) and len(list((run / "samples").iterdir())) == 2
+    assert {line["kind"] for line in metrics(run)} == {"train", "probe", "eval"}
+
+
+def test_generate_writes_the_texts_asked_for_and_timings_elsewhere(trained, capsys):
+    code, out, err = in_process(capsys, "generate", "--run", trained / "runs/smoke", "--num", 3, "--steps", 2)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("---")] == [
+        "--- 1/3 ---",
+        "--- 2/3 ---",
+        "--- 3/3 ---",
+    ]
+    assert "3 texts of 32 tokens" in err and "compilation" in err
+
+
+def test_json_lines_hold_text_and_tokens_and_repeat_with_the_seed(trained, capsys):
+    def generate(seed):
+        arguments = ("generate", "--run", trained / "runs/smoke", "--num", 4, "--jsonl", "--seed", seed)
+        return [json.loads(line) for line in in_process(capsys, *arguments)[1].splitlines()]
+
+    first, again, other = generate(0), generate(0), generate(1)
+    assert first == again and first != other
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "runs/smoke/tokenizer.json"))
+    assert [line["index"] for line in first] == [0, 1, 2, 3] and {line["seed"] for line in other} == {1}
+    assert all(tokenizer.decode(line["tokens"]) == line["text"] for line in first)
+
+
+def test_watching_shows_every_step_and_ends_with_the_same_text(trained, capsys):
+    arguments = ("generate", "--run", trained / "runs/smoke", "--num", 2, "--steps", 4)
+    _, plain, _ = in_process(capsys, *arguments)
+    code, out, err = in_process(capsys, *arguments, "--watch")
+    assert code == 0 and out == plain
+    assert [line for line in err.splitlines() if line.startswith("step ")] == [f"step {i}/4" for i in (1, 2, 3, 4)]
+
+
+def test_watching_in_a_terminal_redraws_in_place(trained):
+    from jdllm.generation.show import Watch
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "runs/smoke/tokenizer.json"))
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=True, width=80, height=20)
+    ids = np.array([tokenizer.encode("some words here").ids, tokenizer.encode("some other one!").ids])
+    with Watch(tokenizer, 256, console) as view:
+        view(1, 2, ids)
+        view(2, 2, ids[::-1])
+    shown = file.getvalue()
+    assert "step 1/2" in shown and "step 2/2" in shown and "\x1b[" in shown
+
+
+@pytest.mark.parametrize("text", ["plain words", "naïve café – 漢字 🙂", ""])
+def test_pieces_of_a_text_are_the_whole_text_up_to_its_end(trained, text):
+    from jdllm.generation.show import pieces
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "runs/smoke/tokenizer.json"))
+    ids = np.array([*tokenizer.encode(text).ids, 256, *tokenizer.encode("unseen").ids])
+    found = pieces(tokenizer, ids, 256)
+    assert "".join(piece for piece, _ in found) == text
+    assert [position for _, position in found] == sorted({position for _, position in found})
+
+
+def test_generate_never_needs_torch(trained, tmp_path, compiled):
+    for name in ("torch", "transformers", "weights_port"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} must not be imported')")
+    run = trained / "runs/smoke"
+    done = jdllm("generate", "--run", run, "--num", 1, "--steps", 2, cwd=trained, PYTHONPATH=str(tmp_path), **compiled)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("--- 1/1 ---")
+
+
+def test_eval_writes_json_table_and_samples(trained, tmp_path, capsys):
+    out = tmp_path / "figures" / "eval.json"
+    arguments = ("--steps", "4,2", "--num", 16, "--scorer", "none", "--out", out)
+    code, table, _ = in_process(capsys, "eval", "--run", trained / "runs/smoke", *arguments)
+    assert code == 0 and table == out.with_suffix(".md").read_text()
+    values = json.loads(out.read_text())
+    assert list(values["samples"]) == ["2", "4"] and values["samples"]["2"]["samples"]["texts"] == 16
+    assert values["samples"]["2"]["human"]["texts"] == 12 and any("12 held-out" in note for note in values["notes"])
+    assert set(values["reconstruction"]) == {"0", "1", "3"} and len(values["denoising_loss"]) == 10
+    assert values["checkpoint"] == 24 and values["summary"]["recon"] == values["reconstruction"]["0"]
+    assert (out.parent / "samples" / "steps-2.txt").read_text().count("--- ") == 16
+
+
+def test_eval_without_the_cache_still_judges_text_and_says_what_is_missing(copied, tmp_path, capsys):
+    record = copied / "runs/smoke/data.json"
+    record.write_text(record.read_text().replace("/cache/", "/gone/"))
+    out = tmp_path / "eval.json"
+    arguments = ("--steps", "2", "--num", 8, "--scorer", "none", "--out", out)
+    code, table, _ = in_process(capsys, "eval", "--run", copied / "runs/smoke", *arguments)
+    values = json.loads(out.read_text())
+    assert code == 0 and values["reconstruction"] is None and values["samples"]["2"]["human"]["entropy"] > 0
+    assert "held-out hidden states are gone" in table and "makes them again" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--checkpoint", 7], ["no checkpoint of step 7", "there are: 16, 24"]),
+        (["generate", "--num", 0], ["--num 0", "least is 1"]),
+        (["generate", "--temperature", -1], ["--temperature -1.0 is negative"]),
+        (["eval", "--steps", "4,x"], ["--steps '4,x'"]),
+        (["eval", "--num", 1], ["--num 1"]),
+    ],
+)
+def test_options_that_do_not_fit_the_run(trained, arguments, words, capsys):
+    code, _, err = in_process(capsys, *arguments, "--run", trained / "runs/smoke")
+    assert code == 2 and all(word in err for word in words), err
+
+
+def test_a_checkpoint_of_another_config_names_what_does_not_fit(copied, capsys):
+    path = copied / "runs/smoke/config.json"
+    config = cli.Config.load(path)
+    config.replace(model__denoiser_depth=3).save(path)
+    code, _, err = in_process(capsys, "generate", "--run", copied / "runs/smoke")
+    assert code == 2 and "does not fit" in err and "denoiser" in err, err
+
+
+def test_a_config_with_an_unknown_key_cannot_generate(copied, capsys):
+    path = copied / "runs/smoke/config.json"
+    path.write_text(path.read_text().replace('"latent_dim"', '"latent_dmi"'))
+    code, _, err = in_process(capsys, "generate", "--run", copied / "runs/smoke")
+    assert code == 2 and "'model.latent_dmi'" in err and "'model.latent_dim'" in err, err
+
+
+def test_a_run_that_has_no_checkpoint_yet_cannot_generate(copied, capsys):
+    shutil.rmtree(copied / "runs/smoke/checkpoints")
+    code, _, err = in_process(capsys, "generate", "--run", copied / "runs/smoke")
+    assert code == 2 and "no checkpoint yet" in err, err
+
+
+def test_a_finished_run_is_not_trained_again(trained, compiled):
+    before = metrics(trained / "runs/smoke")
+    done = jdllm("train", *TRAIN, cwd=trained, **compiled)
+    assert done.returncode == 0 and "encoder: loading" not in done.stderr, done.stderr
+    assert metrics(trained / "runs/smoke")[: len(before)] == before
+
+
+def test_a_truncated_shard_is_named_and_nothing_is_trained_on_it(copied):
+    record = json.loads((copied / "runs/smoke/data.json").read_text())
+    cache = copied / "cache" / record["train"]["path"].rpartition("/")[2]
+    for part in ("train", "valid"):
+        record[part]["path"] = record[part]["path"].replace(record[part]["path"].rpartition("/cache/")[0], str(copied))
+    (copied / "runs/smoke/data.json").write_text(json.dumps(record))
+    shard = sorted(cache.glob("shard-*.bf16"))[0]
+    os.truncate(shard, shard.stat().st_size // 2)
+    refused(
+        jdllm("train", *TRAIN, "--training.steps", 48, cwd=copied),
+        "error:",
+        shard.name,
+        cache.name,
+        "run the same command",
+    )
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_cache(copied):
+    path = copied / "runs/smoke/tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["jdllm"])
+    tokenizer.save(str(path))
+    refused(jdllm("train", *TRAIN, "--training.steps", 48, cwd=copied), "error:", "tokenizer.json", "was made with")
+
+
+def test_ctrl_c_loses_nothing(trained, tmp_path, compiled):
+    """Interrupted in the middle and started again, a run ends with the figures of one that was left alone."""
+    write_text(tmp_path)
+    command = [sys.executable, "-m", "jdllm.cli", "train", *map(str, TRAIN)]
+    environment = {**ENVIRONMENT, **compiled}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    record = tmp_path / "runs/smoke/metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (record.exists() and '"step": 8' in record.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 130 and "interrupted; run the same command to go on" in stderr, stderr
+    assert "Traceback" not in stderr
+    done = jdllm("train", *TRAIN, cwd=tmp_path, **compiled)
+    assert done.returncode == 0, done.stderr
+
+    def by_step(run):
+        return {(line["step"], line["kind"]): line for line in metrics(run) if line["step"] % 4 == 0}
+
+    assert by_step(tmp_path / "runs/smoke") == by_step(trained / "runs/smoke")
+
+
+def test_a_full_disk_says_so_and_keeps_what_was_written(tmp_path, compiled):
+    """A limit on the size of files stands in for a full disk."""
+    write_text(tmp_path)
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -f 64; exec "$@"',
+        "-",
+        sys.executable,
+        "-m",
+        "jdllm.cli",
+        "train",
+        *map(str, TRAIN),
+    ]
+    process = subprocess.run(limited, cwd=tmp_path, env={**ENVIRONMENT, **compiled}, capture_output=True, text=True)
+    refused(process, "error:", "no space left")
