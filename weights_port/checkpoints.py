@@ -137,7 +137,7 @@ def _hub_sentence(name: str, revision: str | None, error: Exception) -> str:
         return f"encoder={name!r}{at} lacks a file that is needed ({error}); {_ALLOWED}"
     return (
         f"encoder={name!r}{at} is neither in the local Hugging Face cache nor reachable ({type(error).__name__}): "
-        f"check the network, or {_ALLOWED.removeprefix('pass ')}"
+        f"check the network, or {_ALLOWED}"
     )
 
 

@@ -106,8 +106,9 @@ class HiddenStateEncoder:
         checkpoint = self._checkpoint
         key = next((key for key in HEAD_KEYS if key in checkpoint.tensors), None)
         if key is None or checkpoint.config.tie_word_embeddings:
-            names = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-            key = next((key for key in checkpoint.tensors if bare_name(key) in names), None)
+            embedding = self._model.get_input_embeddings().weight
+            own = next(name for name, parameter in self._model.named_parameters() if parameter is embedding)
+            key = next((key for key in checkpoint.tensors if bare_name(key) == own), None)
         if key is None:
             raise EncoderError(f"encoder {self.info.name!r} has no output head under a known name; use head=trained")
         checkpoint.fetch([key])
@@ -118,6 +119,13 @@ class HiddenStateEncoder:
                 f"{(self.info.vocab_size, self.info.hidden_dim)}; use head=trained"
             )
         return weight
+
+    def head_bias(self) -> Float[np.ndarray, " v"] | None:
+        """Bias of the output head, which few models have."""
+        if "lm_head.bias" not in self._checkpoint.tensors:
+            return None
+        self._checkpoint.fetch(["lm_head.bias"])
+        return self._checkpoint.tensors["lm_head.bias"][...].float().numpy()
 
     @property
     def config(self) -> PretrainedConfig:

@@ -43,6 +43,8 @@ class Scorer:
         self.identity: str = self.info.name
         """Name of the model, to be put beside the figures and compared with the encoder's."""
         self.tokenizer = tokenizers.Tokenizer.from_str(self._encoder.tokenizer_json)
+        bias = self._encoder.head_bias()
+        self._bias = 0.0 if bias is None else torch.from_numpy(bias).to(self._encoder.device)
         self._head = torch.from_numpy(self._encoder.head_matrix()).to(self._encoder.device)
 
     def perplexity(self, texts: Sequence[str]) -> float:
@@ -103,7 +105,7 @@ class Scorer:
         import torch
 
         config = self._encoder.config
-        logits = hidden @ self._head.T
+        logits = hidden @ self._head.T + self._bias
         logits = (
             logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         )
