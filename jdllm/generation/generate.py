@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jdllm.config import SamplingConfig
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.kernels.cross_entropy import most_likely_tokens
@@ -44,29 +43,34 @@ def make_denoise(module: LDLM, guidance: float | Array, guided: bool, dtype: jnp
     return denoise
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num", "sampling", "dtype"))
+@functools.partial(jax.jit, static_argnames=("model", "num", "sampler", "guided", "dtype"))
 def generate(
     model: Model,
     params: Params,
     frozen: Params,
-    edges: Float[Array, " n+1"],
     key: Array,
+    times: Float[Array, " s+1"],
+    temperature: float,
+    guidance: float,
     *,
     num: int,
-    sampling: SamplingConfig,
+    sampler: str,
+    guided: bool,
     dtype: str,
 ) -> Int[Array, "num t"]:
-    """`num` windows of tokens from noise, in one program.  `params` are in `dtype`; `edges` is the timestep warp."""
+    """`num` windows of tokens from noise, in one program, which depends on the number of `times` but not on their values.
+
+    `params` are in `dtype`; `times` comes from samplers.time_grid; `guidance` is read where `guided`.
+    """
     config, module = model.config, model.merge(params, frozen)
-    denoise = make_denoise(module, sampling.guidance, sampling.guidance != 0.0, jnp.dtype(dtype))
     z = samplers.sample(
         key,
-        denoise,
+        make_denoise(module, guidance, guided, jnp.dtype(dtype)),
         (num, config.model.num_latents, config.model.latent_dim),
         TangentSchedule(config.diffusion.schedule_d),
-        samplers.time_grid(edges, sampling.steps, grid=sampling.grid, sampler=sampling.sampler),
-        sampler=sampling.sampler,
-        temperature=sampling.temperature,
+        times,
+        sampler=sampler,
+        temperature=temperature,
     )
     return latents_to_tokens(module, z, jnp.dtype(dtype))
 

@@ -76,12 +76,12 @@ class Generator:
         key = jax.random.key(seed)
         if on_step is not None:
             return self._watched(key, s, on_step)
+        times = samplers.time_grid(self.edges, s.steps, grid=s.grid, sampler=s.sampler)
         done = []
         for index, first in enumerate(range(0, s.num, BATCH)):
-            count = min(BATCH, s.num - first)
             tokens = generate.generate(
-                self.model, self.params, self.frozen, self.edges, jax.random.fold_in(key, index),
-                num=count, sampling=dataclasses.replace(s, num=count), dtype=self.dtype,
+                self.model, self.params, self.frozen, jax.random.fold_in(key, index), times, s.temperature, s.guidance,
+                num=min(BATCH, s.num - first), sampler=s.sampler, guided=s.guidance != 0.0, dtype=self.dtype,
             )  # fmt: skip
             done.append(tokens)
         return np.concatenate([np.asarray(tokens) for tokens in done])

@@ -185,13 +185,14 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                 if interruption.requested:
                     break
         save(done)
-        checkpoints.close()
+        checkpoints.wait()
         if interruption.requested and done < t.steps:
             raise KeyboardInterrupt(f"interrupted at step {done}; a checkpoint is written")
     finally:
         attempt("plotting", plots, run_dir)
         tracker.close()
         data.loader.close()
+        checkpoints.close()
     return last | {"step": float(done), "seconds": seconds}
 
 
