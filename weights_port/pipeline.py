@@ -15,29 +15,25 @@ even if the text files have changed since.  Left out: anything about the model o
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from jdllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from jdllm.data.cache import HiddenStateCache
     from jdllm.data.windows import Windows
     from jdllm.training.loop import TrainingData
     from weights_port.encoder import EncoderInfo, HiddenStateEncoder
 
 STORED_VALID_WINDOWS = 512
-SPREAD, MOST_SPREAD_TOKENS = 32, 10_000_000
+STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is known to a 300th of their spread
 
 # What a resumed run may change without becoming another run.  Everything else shapes the weights.
 MAY_CHANGE = (
@@ -51,26 +47,31 @@ RESOLVED = ("model.hidden_dim", "model.vocab_size")
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """All that training needs, and nothing of torch unless `encoder` is called."""
+    """All that training needs; the encoder is let go of unless the feed is online."""
 
     config: Config
     """Resolved: hidden_dim and vocab_size are the encoder's."""
     info: EncoderInfo
     tokenizer_json: str
     train_source: HiddenStateCache
+    """What training reads; of an online feed only a sample, for the statistics."""
     valid_source: HiddenStateCache
-    encoder: Callable[[], HiddenStateEncoder]
-    """Loads the frozen model, unless it is loaded already."""
+    train_hash: str
+    """Of all windows of training text."""
+    online: tuple[HiddenStateEncoder, Windows] | None = None
+    """The encoder and all training windows, when hidden states are computed beside the training step."""
 
 
 def run(config: Config, run_dir: Path) -> int:
     """Train until the steps are done, or go on where an interrupted run stopped; returns the exit code."""
     check_resume(config, run_dir)
+    if config.feed.feed == "online":  # JAX would take three quarters of the card, and the encoder lives there too
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepared = prepare(config, run_dir)
     from jdllm.evaluation.diversity import sample_figures
     from jdllm.training.loop import train
 
-    last = train(prepared.config, run_dir, training_data(prepared, run_dir), sample_figures)
+    last = train(prepared.config, run_dir, training_data(prepared), sample_figures)
     minutes, accuracy = last["seconds"] / 60, last.get("reconstruction")
     held_out = "" if accuracy is None else f"; {accuracy:.1%} of held-out tokens reconstructed"
     say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
@@ -78,30 +79,27 @@ def run(config: Config, run_dir: Path) -> int:
     return 0
 
 
-def training_data(prepared: Prepared, run_dir: Path) -> TrainingData:
-    """The loop's view of what was prepared: a shuffled loader, held-out windows, statistics, tokenizer, head."""
+def training_data(prepared: Prepared) -> TrainingData:
+    """The loop's view of what was prepared."""
     from tokenizers import Tokenizer
 
     from jdllm.data.loader import BatchLoader
     from jdllm.training.loop import TrainingData
-    from jdllm.training.run import FROZEN_HEAD
+    from weights_port.online import OnlineFeed
 
     config, train, valid = prepared.config, prepared.train_source, prepared.valid_source
-    head = None
-    if config.model.head == "encoder" and not (run_dir / FROZEN_HEAD).is_file():
-        found = prepared.encoder().head_weight()
-        head = found.norm_weight[:, None] * found.weight.T
+    arguments = (config.training.batch_size, config.seed, config.feed.prefetch)
     return TrainingData(
-        loader=BatchLoader(train, config.training.batch_size, config.seed, config.feed.prefetch),
+        loader=OnlineFeed(*prepared.online, *arguments) if prepared.online else BatchLoader(train, *arguments),
         valid=valid,
         hidden_mean=train.mean,
         hidden_std=train.std,
         tokenizer=Tokenizer.from_str(prepared.tokenizer_json),
         eos_id=prepared.info.eos_id,
-        head=head,
+        head=None,  # `prepare` has written it into the run folder
         provenance={
             "encoder": train.key["encoder"], "tokenizer": train.key["tokenizer"],
-            "training text": train.key["data"], "held-out text": valid.key["data"],
+            "training text": prepared.train_hash, "held-out text": valid.key["data"],
         },
     )  # fmt: skip
 
@@ -138,7 +136,10 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
     found = prepared_before(config, run_dir)
     if found is not None:
         return found
+    from tokenizers import Tokenizer
+
     from jdllm.data.text import read_documents
+    from jdllm.data.train_and_held_out import evenly, train_and_held_out
     from weights_port.encoder import check_length
 
     for source in filter(None, (config.data, config.valid_data)):
@@ -146,24 +147,35 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
     encoder = load(config)
     check_length(encoder.info, config.model.num_tokens)
     config = resolve(config, encoder.info)
-    train, valid = windows(config, encoder)
+    train, valid = train_and_held_out(config, Tokenizer.from_str(encoder.tokenizer_json), encoder.info.eos_id)
     say(
         f"data: {int(train.lengths.sum()):,} tokens in {len(train):,} windows of {config.model.num_tokens} to train on, "
         f"{len(valid):,} windows held out"
     )
-    sources = {name: extract(config, encoder, part) for name, part in (("train", train), ("valid", valid))}
+    online = config.feed.feed == "online"
+    train_part = train[evenly(len(train), STATISTICS_WINDOWS)] if online else train
+    sources = {name: extract(config, encoder, part) for name, part in (("train", train_part), ("valid", valid))}
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "tokenizer.json").write_text(encoder.tokenizer_json)
+    if config.model.head == "encoder":
+        from jdllm.training.run import save_frozen
+
+        head = encoder.head_weight()
+        save_frozen(run_dir, (head.norm_weight[:, None] * head.weight.T).astype(ml_dtypes.bfloat16))
     stored = slice(0, STORED_VALID_WINDOWS)
     np.savez_compressed(run_dir / "valid_windows.npz", ids=valid.ids[stored], lengths=valid.lengths[stored])
     caches = {
         name: {"path": os.fspath(source.path.absolute()), "hash": source.hash, "key": source.key}
         for name, source in sources.items()
     }
-    data = {**caches, "eos_id": encoder.info.eos_id, "encoder": dataclasses.asdict(encoder.info)}
+    info = encoder.info
+    data = {**caches, "eos_id": info.eos_id, "encoder": dataclasses.asdict(info), "train_windows": train.hash}
     config.save(run_dir / "config.json")
     replace_text(run_dir / "data.json", json.dumps(data, indent=2) + "\n")  # last: it vouches for the others
-    return Prepared(config, encoder.info, encoder.tokenizer_json, sources["train"], sources["valid"], lambda: encoder)
+    return Prepared(
+        config, info, encoder.tokenizer_json, sources["train"], sources["valid"], train.hash,
+        online=(encoder, train) if online else None,
+    )  # fmt: skip
 
 
 def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
@@ -171,10 +183,12 @@ def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
     from jdllm.data.cache import HiddenStateCache
     from jdllm.data.text import DataError
     from jdllm.data.windows import tokenizer_hash
+    from jdllm.training.run import FROZEN_HEAD
     from weights_port.encoder import EncoderInfo
 
-    needed = [run_dir / name for name in ("config.json", "data.json", "tokenizer.json", "valid_windows.npz")]
-    if not all(path.is_file() for path in needed):
+    needed = ["config.json", "data.json", "tokenizer.json", "valid_windows.npz"]
+    needed += [FROZEN_HEAD] if config.model.head == "encoder" else []
+    if config.feed.feed == "online" or not all((run_dir / name).is_file() for name in needed):
         return None
     saved = Config.load(run_dir / "config.json")
     if differences(saved, config, (*MAY_CHANGE, *RESOLVED)):
@@ -195,7 +209,7 @@ def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
     info = EncoderInfo(**data["encoder"])
     config = resolve(config, info)
     config.save(run_dir / "config.json")
-    return Prepared(config, info, tokenizer_json, *sources, functools.cache(lambda: load(config)))
+    return Prepared(config, info, tokenizer_json, *sources, data["train_windows"])
 
 
 def load(config: Config) -> HiddenStateEncoder:
@@ -224,52 +238,6 @@ def extract(config: Config, encoder: HiddenStateEncoder, part: Windows) -> Hidde
         encoder, part, Path(config.feed.cache_dir), batch_tokens=config.feed.encoder_batch_tokens, data_hash=part.hash
     )
     return HiddenStateCache.open(path)
-
-
-def windows(config: Config, encoder: HiddenStateEncoder) -> tuple[Windows, Windows]:
-    """Training windows, at most `max_tokens` of them together, and `valid_windows` held-out ones.
-
-    Text is streamed, twice where held-out documents come out of the training text, so that a part of a dataset larger
-    than memory can be used.
-    """
-    from tokenizers import Tokenizer
-
-    from jdllm.data.text import read_documents
-    from jdllm.data.windows import HELD_OUT_EVERY, split
-
-    tokenizer = Tokenizer.from_str(encoder.tokenizer_json)
-    t, eos_id, held_out = config.model.num_tokens, encoder.info.eos_id, HELD_OUT_EVERY - 1
-
-    def every_20th(wanted: bool) -> Iterator[str]:
-        documents = enumerate(read_documents(config.data))
-        return (text for number, text in documents if (number % HELD_OUT_EVERY == held_out) == wanted)
-
-    if config.valid_data is not None:
-        train, valid = read_documents(config.data), read_documents(config.valid_data)
-    else:
-        first = list(itertools.islice(read_documents(config.data), HELD_OUT_EVERY))
-        few = len(first) < HELD_OUT_EVERY
-        train, valid = split(first) if few else (every_20th(False), every_20th(True))
-    return (
-        spread(train, tokenizer, t, eos_id, config.feed.max_tokens),
-        spread(valid, tokenizer, t, eos_id, config.feed.valid_windows * t),
-    )
-
-
-def spread(documents: Iterable[str], tokenizer: Tokenizer, t: int, eos_id: int, most: int | None) -> Windows:
-    """About `most` tokens in windows from all over the text (from its first 32 x `most` tokens, or 10 million).
-
-    The first windows alone would be one book or one decade of speeches.  They come in a fixed random order, so that the
-    first few stand for all.
-    """
-    from jdllm.data.windows import pack
-
-    if most is None:
-        return pack(documents, tokenizer, t, eos_id)
-    found = pack(documents, tokenizer, t, eos_id, max(most, min(SPREAD * most, MOST_SPREAD_TOKENS)))
-    count = min(max(most // t, 1), len(found))
-    rows = np.linspace(0, len(found) - 1, count).astype(np.int64)
-    return found[np.random.default_rng(0).permutation(rows)]
 
 
 def differences(there: Config, here: Config, free: tuple[str, ...]) -> list[str]:
