@@ -15,6 +15,7 @@ even if the text files have changed since.  Left out: anything about the model o
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -68,6 +69,8 @@ def run(config: Config, run_dir: Path) -> int:
     if config.feed.feed == "online":  # JAX would take three quarters of the card, and the encoder lives there too
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepared = prepare(config, run_dir)
+    if not prepared.online:
+        release_gpu()
     from jdllm.evaluation.diversity import sample_figures
     from jdllm.training.loop import train
 
@@ -77,6 +80,14 @@ def run(config: Config, run_dir: Path) -> int:
     say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
     say(f"run: {run_dir} (samples/, plots/, metrics.jsonl)\nnext: jdllm generate --run {run_dir} --watch")
     return 0
+
+
+def release_gpu() -> None:
+    """Give back the memory of an encoder that is no longer used, which PyTorch would keep for itself."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def training_data(prepared: Prepared) -> TrainingData:
@@ -112,14 +123,13 @@ def check_resume(config: Config, run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file; choose another --name or --runs-dir")
     saved = run_dir / "config.json"
-    checkpoints = run_dir / "checkpoints"
     if not saved.is_file():
         if run_dir.is_dir() and any(run_dir.iterdir()):
             raise ConfigError(
                 f"{run_dir} is not empty and not a run (no config.json); choose another --name or --runs-dir"
             )
         return
-    if not checkpoints.is_dir() or not any(path.name.isdecimal() for path in checkpoints.iterdir()):
+    if not has_checkpoint(run_dir):
         return
     found = differences(Config.load(saved), config, (*MAY_CHANGE, *RESOLVED))
     if found:
@@ -129,6 +139,12 @@ def check_resume(config: Config, run_dir: Path) -> None:
             + "choose another --name "
             "to start a new run, or give the old values to go on with this one"
         )
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether training has left something that a new run would destroy."""
+    checkpoints = run_dir / "checkpoints"
+    return checkpoints.is_dir() and any(path.name.isdecimal() for path in checkpoints.iterdir())
 
 
 def prepare(config: Config, run_dir: Path) -> Prepared:
@@ -155,6 +171,7 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
     online = config.feed.feed == "online"
     train_part = train[evenly(len(train), STATISTICS_WINDOWS)] if online else train
     sources = {name: extract(config, encoder, part) for name, part in (("train", train_part), ("valid", valid))}
+    check_same_data(run_dir, {name: source.key for name, source in sources.items()})
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "tokenizer.json").write_text(encoder.tokenizer_json)
     if config.model.head == "encoder":
@@ -176,6 +193,20 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
         config, info, encoder.tokenizer_json, sources["train"], sources["valid"], train.hash,
         online=(encoder, train) if online else None,
     )  # fmt: skip
+
+
+def check_same_data(run_dir: Path, keys: dict[str, dict[str, Any]]) -> None:
+    """ConfigError if a run that has been trained was trained on other hidden states than these."""
+    if not has_checkpoint(run_dir) or not (run_dir / "data.json").is_file():
+        return
+    recorded = json.loads((run_dir / "data.json").read_text())
+    there = flatten({name: recorded[name]["key"] for name in keys})
+    different = [key for key, value in flatten(keys).items() if there.get(key) != value]
+    if different:
+        raise ConfigError(
+            f"{run_dir} was trained on something else: {', '.join(different)} differ{'s' if len(different) == 1 else ''} "
+            "(the text, the encoder, or its arithmetic has changed); restore it, or choose another --name"
+        )
 
 
 def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
