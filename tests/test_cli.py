@@ -397,6 +397,18 @@ def test_eval_writes_json_table_and_samples(trained, tmp_path, capsys):
     assert (out.parent / "samples" / "steps-2.txt").read_text().count("--- ") == 16
 
 
+def test_eval_scores_samples_and_human_text_and_says_when_scorer_and_encoder_are_one(trained, tmp_path, capsys):
+    out = tmp_path / "eval.json"
+    arguments = ("--steps", 2, "--num", 8, "--scorer", "tiny-qwen3_5", "--out", out)
+    code, table, _ = in_process(capsys, "eval", "--run", trained / "runs/smoke", *arguments)
+    values = json.loads(out.read_text())
+    assert code == 0 and "the scorer tiny-qwen3_5 is also the encoder" in table
+    row = values["samples"]["2"]
+    assert 100 < row["human"]["perplexity"] < 700  # a random model over 260 tokens
+    assert values["summary"]["gen_ppl"] == {"2": row["samples"]["perplexity"]}
+    assert values["summary"]["human_ppl"] == row["human"]["perplexity"]
+
+
 def test_eval_without_the_cache_still_judges_text_and_says_what_is_missing(copied, tmp_path, capsys):
     record = copied / "runs/smoke/data.json"
     record.write_text(record.read_text().replace("/cache/", "/gone/"))
