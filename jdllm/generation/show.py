@@ -97,10 +97,10 @@ class Watch:
         previous, self._previous = self._previous, np.array(tokens)
         lines = [Text(f"step {step}/{total}", style="bold")]
         for row, ids in enumerate(tokens):
-            line = Text(f"{row + 1:>3}  ", style="dim")
+            line = Text.assemble((f"{row + 1:>3}  ", "dim"))
             for piece, position in self._pieces(ids):
                 changed = previous is None or previous[row, position] != ids[position]
-                line.append(piece.replace("\n", " "), style="bold yellow" if changed else "not dim")
+                line.append(piece.replace("\n", " "), style="bold yellow" if changed else "")
             lines.append(line)
         if not self.console.is_terminal:
             self.console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
