@@ -1,8 +1,8 @@
 """jdllm: latent diffusion language models in JAX.
 
-    import jdllm
-    generator = jdllm.load("runs/quickstart")
-    print(generator.generate(num=4, steps=10, seed=0))
+import jdllm
+generator = jdllm.load("runs/quickstart")
+print(generator.generate(num=4, steps=10, seed=0))
 """
 
 from __future__ import annotations

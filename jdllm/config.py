@@ -79,7 +79,7 @@ class ObjectiveConfig:
     """What shapes latents and latent decoder: MSE to the hidden states, or the token cross-entropy alone."""
     gamma_min: float = 0.001
     """Share of the diffusion gradient that reaches the encoder at the start."""
-    gamma_max: float = 1.0
+    gamma_max: float = 0.3
     """The same share when the warm-up is over; 0 keeps the latent space free of the denoiser."""
     gamma_warmup_steps: int = 2000
     """Steps of the sigmoid rise; they count only while the gate is open."""
@@ -87,6 +87,8 @@ class ObjectiveConfig:
     """Held-out reconstruction accuracy that opens the gate; 0 lets gamma follow the clock."""
     gamma_gate_margin: float = 0.01
     """The gate closes, and gamma falls back, below gamma_gate - gamma_gate_margin."""
+    gamma_rank: float = 0.1
+    """The gate also closes while the latents' effective rank is below this share of latent_dim."""
     decoder_noise: float = 3.0
     """Standard deviation of the noise on the decoder's latents, in units of the latents' own; 0 switches it off."""
     decoder_noise_law: Literal["uniform", "constant"] = "uniform"
@@ -269,7 +271,9 @@ class Config:
         try:
             values = json.loads(path.read_text())
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); restore it or start a run under another name") from None
+            raise ConfigError(
+                f"{path} is not valid JSON ({error}); restore it or start a run under another name"
+            ) from None
         return cls.from_dict(values)
 
 
@@ -297,6 +301,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
             yield f"{group}.{field}={value} is too small; the least is {low}"
     for group, field in (
         ("objective", "gamma_min"), ("objective", "gamma_max"), ("objective", "gamma_gate"),
+        ("objective", "gamma_rank"),
         ("objective", "self_conditioning"), ("diffusion", "timestep_uniform_mass"), ("optimizer", "decay_fraction"),
         ("optimizer", "ema_decay"), ("diffusion", "timestep_decay"),
     ):  # fmt: skip
@@ -407,7 +412,7 @@ PRESETS: dict[str, Config] = {
     "gpt2-paper": Config(
         preset="gpt2-paper", encoder="openai-community/gpt2", data="Skylion007/openwebtext",
         model=ModelConfig(hidden_dim=768, vocab_size=50_257, num_tokens=128, num_latents=128, latent_dim=768),
-        objective=ObjectiveConfig(gamma_warmup_steps=50_000, gamma_gate=0.0, decoder_noise_law="constant"),
+        objective=ObjectiveConfig(gamma_max=1.0, gamma_warmup_steps=50_000, gamma_gate=0.0, decoder_noise_law="constant"),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=1000, decay_fraction=0.0, ema_decay=0.9999),
         training=TrainingConfig(steps=500_000, batch_size=512, sample_every=5000, checkpoint_every=5000),
     ),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.diffusion.timesteps import warp
@@ -63,23 +63,23 @@ def sample(
     schedule: TangentSchedule,
     times: Float[Array, " s+1"],
     *,
+    steps: Int[Array, ""] | int | None = None,
     sampler: str = "ddim",
-    temperature: float = 1.0,
+    temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "b k d"]:
-    """Latents of the given shape (b, k, d) after one evaluation of `denoise` at each of `times[:-1]`.
+    """Latents of the given shape (b, k, d) after one evaluation of `denoise` at each of the first `steps` of `times`.
 
-    `temperature` scales the initial noise (and the fresh noise of `sde`).
+    `times` holds at least steps + 1 values; by default steps = len(times) - 1.  A traced `steps` lets one program serve
+    every step count.  `temperature` scales the initial noise (and the fresh noise of `sde`).
     """
     first, later = jax.random.split(key)
     z = temperature * jax.random.normal(first, shape)
 
-    def body(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+    def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         z, previous = carry
-        index, tau, tau_next = inputs
-        x0 = denoise(z, tau, previous)
+        x0 = denoise(z, times[index], previous)
         noise = temperature * jax.random.normal(jax.random.fold_in(later, index), shape) if sampler == "sde" else z
-        return (step(z, x0, noise, tau, tau_next, schedule, sampler), x0), None
+        return step(z, x0, noise, times[index], times[index + 1], schedule, sampler), x0
 
-    steps = times.shape[0] - 1
-    inputs = (jnp.arange(steps), times[:-1], times[1:])
-    return jax.lax.scan(body, (z, jnp.zeros(shape)), inputs)[0][1]
+    steps = times.shape[0] - 1 if steps is None else steps
+    return jax.lax.fori_loop(0, steps, body, (z, jnp.zeros(shape)))[1]

@@ -49,7 +49,8 @@ def generate(
     params: Params,
     frozen: Params,
     key: Array,
-    times: Float[Array, " s+1"],
+    times: Float[Array, " m"],
+    steps: int,
     temperature: float,
     guidance: float,
     *,
@@ -58,9 +59,9 @@ def generate(
     guided: bool,
     dtype: str,
 ) -> Int[Array, "num t"]:
-    """`num` windows of tokens from noise, in one program, which depends on the number of `times` but not on their values.
+    """`num` windows of tokens from noise, in one program that serves every number of `steps` below len(times).
 
-    `params` are in `dtype`; `times` comes from samplers.time_grid; `guidance` is read where `guided`.
+    `params` are in `dtype`; `times` comes from samplers.time_grid, padded; `guidance` is read where `guided`.
     """
     config, module = model.config, model.merge(params, frozen)
     z = samplers.sample(
@@ -69,6 +70,7 @@ def generate(
         (num, config.model.num_latents, config.model.latent_dim),
         TangentSchedule(config.diffusion.schedule_d),
         times,
+        steps=steps,
         sampler=sampler,
         temperature=temperature,
     )

@@ -27,6 +27,10 @@ BATCH = 256
 """Sequences generated in one program; more are generated in several calls, so that memory does not grow with `num`."""
 
 
+PROGRAM_STEPS = 128
+"""Programs are compiled for multiples of this many steps, so that trying step counts costs no compilation."""
+
+
 @dataclasses.dataclass
 class Generator:
     """Averaged weights of a run and what is needed to turn noise into text with them."""
@@ -65,7 +69,9 @@ class Generator:
             raise ConfigError(f"steps={chosen.steps} and num={chosen.num} must be at least 1")
         return chosen
 
-    def generate_tokens(self, *, seed: int = 0, on_step: OnStep | None = None, **options: Any) -> Int[np.ndarray, "num t"]:
+    def generate_tokens(
+        self, *, seed: int = 0, on_step: OnStep | None = None, **options: Any
+    ) -> Int[np.ndarray, "num t"]:
         """Tokens of `num` windows, as they come from the model, EOS and what follows it included.
 
         Options are those of SamplingConfig: num, steps, sampler, grid, guidance, temperature.  The same seed and options
@@ -77,10 +83,12 @@ class Generator:
         if on_step is not None:
             return self._watched(key, s, on_step)
         times = samplers.time_grid(self.edges, s.steps, grid=s.grid, sampler=s.sampler)
+        times = jnp.pad(times, (0, -len(times) % PROGRAM_STEPS))
         done = []
         for index, first in enumerate(range(0, s.num, BATCH)):
             tokens = generate.generate(
-                self.model, self.params, self.frozen, jax.random.fold_in(key, index), times, s.temperature, s.guidance,
+                self.model, self.params, self.frozen, jax.random.fold_in(key, index), times, s.steps,
+                s.temperature, s.guidance,
                 num=min(BATCH, s.num - first), sampler=s.sampler, guided=s.guidance != 0.0, dtype=self.dtype,
             )  # fmt: skip
             done.append(tokens)

@@ -90,7 +90,9 @@ def _cross_entropy_bwd(
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def most_likely_tokens(states: Float[Array, "b t w"], head: Float[Array, "w v"], chunk: int = CHUNK) -> Int[Array, "b t"]:
+def most_likely_tokens(
+    states: Float[Array, "b t w"], head: Float[Array, "w v"], chunk: int = CHUNK
+) -> Int[Array, "b t"]:
     """argmax over the vocabulary of states @ head, chunk by chunk; the lowest id wins a tie."""
     flat = states.reshape(-1, states.shape[-1])
     best = _forward(flat, head, jnp.zeros(len(flat), jnp.int32), min(chunk, head.shape[1]))[1]

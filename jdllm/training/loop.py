@@ -31,7 +31,7 @@ from jdllm.training.plots import plots
 from jdllm.training.probe import WINDOWS, make_probe, move_gate
 from jdllm.training.run import load_frozen, save_frozen
 from jdllm.training.sharding import batch_sharding, make_mesh, state_sharding
-from jdllm.training.state import TrainState, init_state, learning_rate, make_optimizer
+from jdllm.training.state import TrainState, init_state, make_optimizer
 from jdllm.training.step import make_train_step
 from jdllm.training.throughput import flops_per_window, peak_flops
 from jdllm.training.tracking import Progress, Tracker
@@ -75,7 +75,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
 
     # --- model, mesh, state
     model, mesh = Model(config), make_mesh(config)
-    optimizer, rate = make_optimizer(config.optimizer, t.steps), learning_rate(config.optimizer, t.steps)
+    optimizer = make_optimizer(config.optimizer)
     init = functools.partial(init_state, model, optimizer)
     moments = (jnp.asarray(data.hidden_mean), jnp.asarray(data.hidden_std))
     shardings = state_sharding(mesh, jax.eval_shape(init, *moments))
@@ -103,7 +103,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     tracker.truncate_after(start)
 
     # --- compile
-    step = jax.jit(make_train_step(model, optimizer, rate), donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(make_train_step(model, optimizer), donate_argnums=0, out_shardings=(shardings, None))
     probe = jax.jit(make_probe(model))
     held_out = {k: jnp.asarray(v) for k, v in data.valid.gather(np.arange(min(len(data.valid), WINDOWS))).items()}
     text_entropy = judge(np.asarray(held_out["ids"]), data.eos_id)["entropy"]
@@ -128,7 +128,8 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
         with Progress(t.steps, start) as progress, Interruption() as interruption:
             while done < t.steps and not (t.minutes and seconds >= 60 * t.minutes):
                 batch = jax.device_put(next(data.loader), rows)
-                state, metrics = step(state, frozen, batch)
+                over = max(done / t.steps, seconds / (60 * t.minutes) if t.minutes else 0.0)
+                state, metrics = step(state, frozen, batch, min(over, 1.0))
                 pending.append(metrics)
                 done += 1
                 if done == start + 1:  # compilation is over, time begins
@@ -154,7 +155,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                 if done % t.probe_every == 0 or done == t.steps:
                     found = attempt("probe", measure, state)
                     if found:
-                        state = move_gate(state, float(found["reconstruction"]), config)
+                        state = move_gate(state, float(found["reconstruction"]), float(found["effective_rank"]), config)
                         values = {k: v.tolist() for k, v in found.items()} | {"gate_open": float(state.gate_open)}
                         tracker.log(done, values, "probe")
                         last |= {k: v for k, v in values.items() if isinstance(v, float)}

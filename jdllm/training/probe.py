@@ -20,7 +20,7 @@ from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import standardize_batch
 from jdllm.training.objective import masked_mean
 from jdllm.training.state import TrainState
-from jdllm.training.step import Batch, cast, standardize_hidden
+from jdllm.training.step import Batch, cast, effective_rank, standardize_hidden
 
 BINS = 10
 """Intervals of tau in the logged curve."""
@@ -29,7 +29,7 @@ WINDOWS = 512
 
 
 def make_probe(model: Model) -> Callable[[TrainState, Params, Batch], dict[str, Array]]:
-    """`probe(state, frozen, batch)` -> reconstruction, reconstruction_noisy, loss_diffusion_bins (10,)."""
+    """`probe(state, frozen, batch)` -> reconstruction, reconstruction_noisy, effective_rank, loss_diffusion_bins (10,)."""
     config: Config = model.config
     dtype = config.training.compute_dtype
 
@@ -52,19 +52,23 @@ def make_probe(model: Model) -> Callable[[TrainState, Params, Batch], dict[str, 
         return {
             "reconstruction": accuracy(z),
             "reconstruction_noisy": accuracy(z + config.objective.decoder_noise * noise),
+            "effective_rank": effective_rank(z),
             "loss_diffusion_bins": loss @ bins / jnp.maximum(bins.sum(0), 1),
         }
 
     return probe
 
 
-def move_gate(state: TrainState, reconstruction: float, config: Config) -> TrainState:
-    """Open gamma's gate when held-out reconstruction is good enough, close it when it has dropped; else leave it."""
-    o = config.objective
+def move_gate(state: TrainState, reconstruction: float, rank: float, config: Config) -> TrainState:
+    """Open gamma's gate when held-out latents can be read well enough, close it when that is lost; else leave it.
+
+    Clean reconstruction alone is blind to latents that shrink to a few directions, so their effective rank counts too.
+    """
+    o, floor = config.objective, config.objective.gamma_rank * config.model.latent_dim
     if o.gamma_gate <= 0:
         return state
+    if reconstruction < o.gamma_gate - o.gamma_gate_margin or rank < floor:
+        return state.replace(gate_open=jnp.zeros_like(state.gate_open))
     if reconstruction >= o.gamma_gate:
         return state.replace(gate_open=jnp.ones_like(state.gate_open))
-    if reconstruction < o.gamma_gate - o.gamma_gate_margin:
-        return state.replace(gate_open=jnp.zeros_like(state.gate_open))
     return state

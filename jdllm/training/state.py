@@ -35,16 +35,14 @@ class TrainState:
     hidden_std: Float[Array, " dh"]
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up, constant, then a linear fall to a tenth over the last `decay_fraction` of the run."""
-    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
-    decay = int(config.decay_fraction * steps)
-    parts = [optax.linear_schedule(0.0, peak, max(warmup, 1)), optax.constant_schedule(peak)]
-    boundaries = [warmup]
-    if decay:
-        parts.append(optax.linear_schedule(peak, 0.1 * peak, decay))
-        boundaries.append(max(steps - decay, warmup))
-    return optax.join_schedules(parts, boundaries)
+def learning_rate(config: OptimizerConfig, step: Int[Array, ""], progress: Float[Array, ""]) -> Float[Array, ""]:
+    """Linear warm-up in steps, constant, then a linear fall to a tenth over the last `decay_fraction` of the run.
+
+    `progress` in [0, 1] is how much of the run is over.  It is an argument because a run may end by the clock.
+    """
+    warm = jnp.minimum(1.0, (step + 1.0) / max(config.warmup_steps, 1))
+    left = (1.0 - progress) / max(config.decay_fraction, 1e-9)
+    return config.learning_rate * warm * jnp.clip(0.1 + 0.9 * left, 0.1, 1.0)
 
 
 def is_matrix(params: Params) -> Params:
@@ -63,17 +61,19 @@ def _muon_dimensions(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW or Muon.  Muon's updates are scaled to AdamW's size (arXiv 2502.16982)."""
-    rate = learning_rate(config, steps)
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW or Muon, at learning rate 1: the step multiplies the update by `learning_rate`.
+
+    Muon's updates are scaled to AdamW's size (arXiv 2502.16982).
+    """
     if config.name == "muon":
         rule = optax.contrib.muon(
-            rate, consistent_rms=0.2, weight_decay=config.weight_decay, weight_decay_mask=is_matrix,
+            1.0, consistent_rms=0.2, weight_decay=config.weight_decay, weight_decay_mask=is_matrix,
             adam_b1=config.beta1, adam_b2=config.beta2, adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_muon_dimensions,
         )  # fmt: skip
     else:
-        rule = optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
+        rule = optax.adamw(1.0, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
 
 

@@ -15,7 +15,7 @@ from jdllm.diffusion.timesteps import cumulative, update_timesteps
 from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import LatentStats, standardize_batch, update_stats
 from jdllm.training.objective import Terms, decoder_noise_bound, gamma_at, losses
-from jdllm.training.state import TrainState
+from jdllm.training.state import TrainState, learning_rate
 
 Batch = dict[str, Array]
 """hidden (b, t, d_h) bfloat16 as the frozen model gave it, ids (b, t) int32, lengths (b,) int32."""
@@ -93,13 +93,18 @@ def gradients(
 
 
 def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation, rate: optax.Schedule
-) -> Callable[[TrainState, Params, Batch], tuple[TrainState, Metrics]]:
-    """`train_step(state, frozen, batch)`; frozen holds the language model's head, or nothing."""
+    model: Model, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Params, Batch, Float[Array, ""]], tuple[TrainState, Metrics]]:
+    """`train_step(state, frozen, batch, progress)`; frozen holds the language model's head, or nothing.
+
+    `progress` is how much of the run is over, 0 to 1, for the learning rate.
+    """
     config: Config = model.config
     decay, pieces = config.optimizer.ema_decay, config.training.accumulate
 
-    def train_step(state: TrainState, frozen: Params, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, frozen: Params, batch: Batch, progress: Float[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), state.step)
 
         def piece(grads: Params, inputs: tuple[Batch, Array]) -> tuple[Params, Any]:
@@ -115,12 +120,14 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g / pieces, grads)
             stats, metrics = jax.tree.map(lambda x: x.mean(0), (stats, metrics))
 
-        metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate(state.step)}
+        rate = learning_rate(config.optimizer, state.step, progress)
+        metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates = jax.tree.map(lambda update: rate * update, updates)
         params = optax.apply_updates(state.params, updates)
         keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
         ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)
-        progress = state.gamma_progress + jnp.where(state.gate_open, 1.0, -1.0)
+        gamma_progress = state.gamma_progress + jnp.where(state.gate_open, 1.0, -1.0)
         state = state.replace(
             step=state.step + 1,
             params=params,
@@ -130,7 +137,7 @@ def make_train_step(
             timesteps=update_timesteps(
                 state.timesteps, terms.tau.ravel(), terms.loss_by_row.ravel(), config.diffusion.timestep_decay
             ),
-            gamma_progress=jnp.clip(progress, 0.0, config.objective.gamma_warmup_steps),
+            gamma_progress=jnp.clip(gamma_progress, 0.0, config.objective.gamma_warmup_steps),
         )
         return state, metrics
 
