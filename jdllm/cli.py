@@ -109,7 +109,13 @@ class Eval:
     seed: int = 0
     """Seed of the samples and of all noise."""
     sampler: Literal["ddim", "sde", "early_stop"] | None = None
-    """By default the run's own."""
+    """By default the run's own, as are the three below."""
+    grid: Literal["u", "tau"] | None = None
+    """Steps uniform in the warped u, or in tau."""
+    guidance: float | None = None
+    """Weight of self-conditioning guidance."""
+    temperature: float | None = None
+    """Scale of the noise."""
     scorer: str = "smollm2"
     """Language model that scores samples: `smollm2`, a Hugging Face id or folder, or `none` to leave perplexity out."""
     checkpoint: int | None = None
@@ -130,8 +136,10 @@ class Eval:
 
             return scorer_for_run(self.scorer, self.run, generator)
 
+        names = ("num", "sampler", "grid", "guidance", "temperature")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         report = evaluate_run(
-            self.run, steps=steps, num=self.num, seed=self.seed, sampler=self.sampler, checkpoint=self.checkpoint,
+            self.run, steps=steps, seed=self.seed, options=options, checkpoint=self.checkpoint,
             out=self.out, load_scorer=None if self.scorer == "none" else load_scorer,
         )  # fmt: skip
         print(markdown(report), end="")

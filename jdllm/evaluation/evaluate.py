@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +40,27 @@ def evaluate_run(
     run_dir: Path,
     *,
     steps: Sequence[int],
-    num: int,
+    options: Mapping[str, Any],
     seed: int = 0,
-    sampler: str | None = None,
     checkpoint: int | None = None,
     out: Path | None = None,
     load_scorer: Callable[[Generator], Scorer] | None = None,
 ) -> dict[str, Any]:
     """Measure, write `out` (by default eval.json in the run) and what goes beside it, and return the report.
 
+    `options` are those of Generator.generate_tokens, `num` among them; what is not given is the run's own.
+
     The scorer is loaded last, when everything that needs no scorer has been measured.
     """
     generator = load(run_dir, checkpoint=checkpoint)
     human, notes = held_out_ids(run_dir), []
     accuracy, losses = of_hidden_states(run_dir, generator, seed, notes)
-    options = {"num": num, "seed": seed, **({"sampler": sampler} if sampler else {})}
+    sampling = generator.sampling(**options)
+    num = sampling.num
     tokens = {}
     for count in steps:
         say(f"generating {num} texts in {count} steps")
-        tokens[str(count)] = generator.generate_tokens(steps=count, **options)
+        tokens[str(count)] = generator.generate_tokens(seed=seed, **{**options, "steps": count})
     scorer = load_scorer(generator) if load_scorer else None
     if scorer and scorer.is_encoder:
         notes.append(f"the scorer {scorer.name} is also the encoder that the run learned from, which flatters the run")
@@ -80,7 +82,7 @@ def evaluate_run(
         "denoising_loss": losses,
         "notes": notes,
         "sampling": {
-            **dataclasses.asdict(generator.sampling(num=num, sampler=sampler)),
+            **dataclasses.asdict(sampling),
             "seed": seed,
             "steps": list(steps),
         },

@@ -120,13 +120,16 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
         }  # fmt: skip
         checkpoints.save(at, state, extra)
 
+    def ended() -> bool:
+        return done >= t.steps or bool(t.minutes) and seconds >= 60 * t.minutes
+
     # --- loop
     last: dict[str, float] = {}
     done, clocked_at, clock = start, start, time.perf_counter()
     low_entropy = 0
     try:
         with Progress(t.steps, start) as progress, Interruption() as interruption:
-            while done < t.steps and not (t.minutes and seconds >= 60 * t.minutes):
+            while not ended():
                 batch = jax.device_put(next(data.loader), rows)
                 over = max(done / t.steps, seconds / (60 * t.minutes) if t.minutes else 0.0)
                 state, metrics = step(state, frozen, batch, min(over, 1.0))
@@ -136,7 +139,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                     jax.block_until_ready(metrics)
                     clocked_at, clock = done, time.perf_counter()
 
-                if done % t.log_every == 0 or done == t.steps or done == 1:
+                if done % t.log_every == 0 or done in (1, t.steps):
                     values = {k: float(np.mean(v)) for k, v in _columns(jax.device_get(pending)).items()}
                     pending = []
                     if done > clocked_at:
@@ -152,7 +155,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                     check_finite(values, done)
                     check_collapse(values, config, done)
 
-                if done % t.probe_every == 0 or done == t.steps:
+                if done % t.probe_every == 0 or ended():
                     found = attempt("probe", measure, state)
                     if found:
                         state = move_gate(state, float(found["reconstruction"]), float(found["effective_rank"]), config)
@@ -161,7 +164,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                         last |= {k: v for k, v in values.items() if isinstance(v, float)}
                         progress.update(done, last)
 
-                if done % t.sample_every == 0 or done == t.steps:
+                if done % t.sample_every == 0 or ended():
                     writer = generator(config, model, state, frozen, data)
                     found = attempt("sampling", sample, writer, judge)
                     if found:
@@ -181,13 +184,13 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                                 "training.collapse_entropy=0 switches this check off"
                             )
 
-                if done % t.checkpoint_every == 0 and done < t.steps:
+                if done % t.checkpoint_every == 0 and not ended():
                     save(done)
                 if interruption.requested:
                     break
         save(done)
         checkpoints.wait()
-        if interruption.requested and done < t.steps:
+        if interruption.requested and not ended():
             raise KeyboardInterrupt(f"interrupted at step {done}; a checkpoint is written")
     finally:
         attempt("plotting", plots, run_dir)
