@@ -51,7 +51,7 @@ def test_a_stack_is_its_blocks_in_turn_and_they_differ_from_the_start():
     graphdef, weights = nnx.split(blocks)
     x = X
     for index in range(3):
-        x = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[index], weights))(x)
+        x = nnx.merge(graphdef, jax.tree.map(lambda leaf, index=index: leaf[index], weights))(x)
     np.testing.assert_allclose(run_stack(blocks, X, remat=False), x, rtol=1e-5, atol=1e-6)
     kernels = blocks.up.kernel[...]
     assert kernels.shape == (3, 16, 32) and not np.allclose(kernels[0], kernels[1])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdllm.kernels.cross_entropy import most_likely_tokens
-from jdllm.model.ldlm import Model
 from jdllm.model.layers import rms_norm
+from jdllm.model.ldlm import Model
 
 HIDDEN = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 12)), jnp.float32)
 

@@ -1,0 +1,199 @@
+"""The optimiser step as a pure function: state in, state out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdllm.model.ldlm import Model
+from jdllm.model.standardize import standardize_batch
+from jdllm.training.state import init_state, is_matrix, learning_rate, make_optimizer
+from jdllm.training.step import effective_rank, gradients, make_train_step, standardize_hidden
+
+MEAN, STD = jnp.full(12, 0.1), jnp.full(12, 1.2)
+
+
+def start(config):
+    """Model, jitted step and first state."""
+    model, optimizer = Model(config), make_optimizer(config.optimizer)
+    return model, jax.jit(make_train_step(model, optimizer)), init_state(model, optimizer, MEAN, STD)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return start(tiny)
+
+
+def assert_close(one, two, atol=1e-6):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+def test_a_step_is_a_function_of_state_and_batch(plain, tiny, make_batch):
+    _, step, state = plain
+    batch = make_batch(tiny, 8)
+    (one, first), (two, second) = step(state, {}, batch, 0.0), step(state, {}, batch, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, (one, first), (two, second))
+    assert int(one.step) == 1 and all(np.isfinite(value) for value in first.values())
+
+
+def test_randomness_changes_with_the_step_and_the_seed(plain, tiny, make_batch):
+    _, step, state = plain
+    batch = make_batch(tiny, 8)
+    first = step(state, {}, batch, 0.0)[1]
+    later = step(state.replace(step=jnp.int32(1)), {}, batch, 0.0)[1]
+    assert first["loss_diffusion"] != later["loss_diffusion"]
+
+
+def test_losses_fall_on_one_batch(plain, tiny, make_batch):
+    _, step, state = plain
+    batch, history = make_batch(tiny, 8), []
+    for _ in range(120):
+        state, metrics = step(state, {}, batch, 0.0)
+        history.append([float(metrics[name]) for name in ("loss_diffusion", "loss_hidden", "loss_token")])
+    early, late = np.mean(history[:10], 0), np.mean(history[-10:], 0)
+    assert (late < [1.0, 0.9, 0.9] * early).all(), (early, late)
+
+
+def test_all_weights_move_and_the_average_follows(plain, tiny, make_batch):
+    _, step, state = plain
+    before = state
+    for seed in range(4):
+        state, _ = step(state, {}, make_batch(tiny, 8, seed), 0.0)
+    still = [
+        jax.tree_util.keystr(path)
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(before.params))
+        if np.array_equal(a, b)
+    ]
+    assert not still
+    for new, average, old in zip(*(jax.tree.leaves(x) for x in (state.params, state.ema_params, before.params))):
+        assert np.abs(average - old).max() <= np.abs(new - old).max() * 4 and not np.array_equal(average, new)
+
+
+def test_running_statistics_are_those_of_the_latents(plain, tiny, make_batch):
+    model, step, state = plain
+    batch = make_batch(tiny, 8)
+    hidden, _ = standardize_hidden(batch["hidden"], MEAN, STD, tiny.feed.clip, "float32")
+    raw = model.merge(state.params, {}).encoder(hidden, batch["lengths"])
+    _, wanted = standardize_batch(raw, "index")
+    stats = step(state, {}, batch, 0.0)[0].latent_stats
+    np.testing.assert_allclose(stats.mean / stats.weight, wanted.mean, atol=1e-5)
+    np.testing.assert_allclose(stats.variance / stats.weight, wanted.variance, rtol=1e-3, atol=1e-6)
+
+
+def test_timesteps_account_for_every_row(plain, tiny, make_batch):
+    _, step, state = plain
+    after = step(state, {}, make_batch(tiny, 8), 0.0)[0]
+    assert after.timesteps.weight.sum() == 8 and after.timesteps.loss_sum.sum() > 0
+
+
+def test_gamma_rises_while_the_gate_is_open_and_falls_while_it_is_closed(plain, tiny, make_batch):
+    _, step, state = plain
+    batch, most = make_batch(tiny, 8), tiny.objective.gamma_warmup_steps
+    for is_open, before, after in ((True, 3, 4), (False, 3, 2), (False, 0, 0), (True, most, most)):
+        moved = state.replace(gate_open=jnp.asarray(is_open), gamma_progress=jnp.float32(before))
+        assert step(moved, {}, batch, 0.0)[0].gamma_progress == after
+
+
+# Accumulation
+
+
+def test_accumulated_micro_batches_give_the_optimiser_their_mean_gradient(tiny, make_batch):
+    config = tiny.replace(training__accumulate=2)
+    model, step, state = start(config)
+    batch = make_batch(config, 8)
+    after, metrics = step(state, {}, batch, 0.3)
+
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), 0)
+    halves = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch) for i in range(2)]
+    run = jax.jit(lambda half, key: gradients(model, state.params, {}, state, half, key))
+    (one, (_, _, m1)), (two, (_, _, m2)) = (run(half, jax.random.fold_in(key, i)) for i, half in enumerate(halves))
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, one, two)
+    assert metrics["gradient_norm"] == pytest.approx(float(optax.global_norm(mean)), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(float(m1["loss"] + m2["loss"]) / 2, rel=1e-5)
+    optimizer = make_optimizer(config.optimizer)
+    first_moment = optimizer.update(mean, state.opt_state, state.params)[1]
+    assert_close(after.opt_state, first_moment)
+    assert after.timesteps.weight.sum() == 8
+
+
+def test_two_micro_batches_equal_one_batch_where_nothing_depends_on_the_batch(tiny, make_batch):
+    """Without batch statistics, decoder noise and gamma, the losses of encoder and decoders are sums over rows."""
+    config = tiny.replace(
+        model__standardize="rmsnorm", objective__decoder_noise=0.0, objective__gamma_max=0.0, optimizer__clip_norm=1e9
+    )
+    batch = make_batch(config, 8, full=True)
+    whole, parts = (start(config.replace(training__accumulate=pieces)) for pieces in (1, 2))
+    moments = [step(state, {}, batch, 0.0)[0].opt_state for _, step, state in (whole, parts)]
+    (mu_whole,), (mu_parts,) = (
+        [s.mu for s in jax.tree.leaves(m, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")] for m in moments
+    )
+    for part in ("encoder", "decoder", "token_decoder"):
+        assert_close(mu_parts[part], mu_whole[part], atol=1e-6)
+
+
+# Optimisers and schedule
+
+
+def test_muon_moves_every_weight_too(tiny, make_batch):
+    config = tiny.replace(optimizer__name="muon")
+    _, step, state = start(config)
+    after, metrics = step(state, {}, make_batch(config, 8), 0.0)
+    assert np.isfinite(metrics["gradient_norm"])
+    assert not [1 for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params)) if np.array_equal(a, b)]
+
+
+def test_learning_rate_warms_up_holds_and_falls_to_a_tenth(tiny):
+    config = tiny.replace(
+        optimizer__learning_rate=1.0, optimizer__warmup_steps=10, optimizer__decay_fraction=0.2
+    ).optimizer
+    at = functools.partial(learning_rate, config)
+    assert at(jnp.int32(0), 0.0) == pytest.approx(0.1) and at(jnp.int32(9), 0.1) == 1
+    assert at(jnp.int32(500), 0.79) == 1 and at(jnp.int32(500), 0.9) == pytest.approx(0.55)
+    assert at(jnp.int32(500), 1.0) == pytest.approx(0.1)
+    constant = tiny.replace(optimizer__learning_rate=1.0, optimizer__decay_fraction=0.0).optimizer
+    assert learning_rate(constant, jnp.int32(500), 0.99) == 1
+
+
+def test_the_rate_of_the_step_is_the_schedules(plain, tiny, make_batch):
+    """Ten times the rate, ten times the way: the optimiser itself runs at rate 1."""
+    _, step, state = plain
+    batch = make_batch(tiny, 8)
+    full, tenth = (step(state.replace(step=jnp.int32(100)), {}, batch, p)[0].params for p in (0.0, 1.0))
+    for a, b, old in zip(*(jax.tree.leaves(x) for x in (full, tenth, state.params))):
+        np.testing.assert_allclose(b - old, 0.1 * (a - old), atol=2e-6)
+
+
+def test_only_matrices_decay(plain):
+    model, _, state = plain
+    decays = {path[-1].key for path, flag in jax.tree_util.tree_leaves_with_path(is_matrix(state.params)) if flag}
+    assert decays == {"kernel", "head"}
+
+
+# Inputs and measures
+
+
+def test_hidden_states_are_standardised_and_clipped():
+    hidden = jnp.array([[[1.0, 5.0, -200.0]]])
+    x, clipped = standardize_hidden(hidden, jnp.array([1.0, 3.0, 0.0]), jnp.array([1.0, 2.0, 1.0]), 8.0, "float32")
+    np.testing.assert_allclose(x, [[[0.0, 1.0, -8.0]]])
+    assert clipped == pytest.approx(1 / 3)
+
+
+def test_effective_rank_counts_directions():
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(16, 16)))[0]
+    for directions in (1, 4, 16):
+        z = rng.normal(size=(4000, 1, directions)) @ basis[:directions] + 5.0
+        assert effective_rank(jnp.asarray(z, jnp.float32)) == pytest.approx(directions, rel=0.03)
+
+
+def test_bfloat16_compute_keeps_float32_masters(tiny, make_batch):
+    config = tiny.replace(training__compute_dtype="bfloat16")
+    _, step, state = start(config)
+    after, metrics = step(state, {}, make_batch(config, 8), 0.0)
+    assert {leaf.dtype for leaf in jax.tree.leaves((after.params, after.ema_params))} == {jnp.dtype("float32")}
+    assert all(np.isfinite(value) for value in metrics.values())
