@@ -168,7 +168,7 @@ class TrainingConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Arithmetic of the forward and backward pass; weights and optimiser stay float32."""
     remat: bool = False
-    """Recompute block activations in the backward pass to save memory."""
+    """Compute block activations again in the backward pass, to save memory."""
     log_every: int = 20
     """Steps between lines of metrics.jsonl."""
     probe_every: int = 100
@@ -406,8 +406,12 @@ PRESETS: dict[str, Config] = {
     "books": Config(
         preset="books", encoder="smollm2", data="data/books", valid_data="data/books/valid.jsonl.xz",
         model=ModelConfig(**_SMOLLM2, num_tokens=128, num_latents=128, latent_dim=576),
+        objective=ObjectiveConfig(gamma_warmup_steps=1500, gamma_gate=0.92),
+        optimizer=OptimizerConfig(learning_rate=8e-4),
         feed=DataConfig(encoder_batch_tokens=131_072, valid_windows=1024),
-        training=TrainingConfig(steps=20_000, minutes=22, batch_size=256, sample_every=2000, checkpoint_every=2000),
+        training=TrainingConfig(
+            steps=20_000, minutes=22, batch_size=256, probe_every=50, sample_every=2000, checkpoint_every=2000,
+        ),
     ),
     "gpt2-paper": Config(
         preset="gpt2-paper", encoder="openai-community/gpt2", data="Skylion007/openwebtext",

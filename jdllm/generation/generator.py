@@ -131,17 +131,23 @@ class Generator:
         """The loop of samplers.sample in Python: same noise, same updates, a callback in between."""
         schedule = TangentSchedule(self.config.diffusion.schedule_d)
         times = samplers.time_grid(self.edges, s.steps, grid=s.grid, sampler=s.sampler)
-        first, later = jax.random.split(jax.random.fold_in(key, 0))
-        shape = (s.num, self.config.model.num_latents, self.config.model.latent_dim)
-        z = s.temperature * jax.random.normal(first, shape)
-        previous = jnp.zeros(shape)
+        counts = [min(BATCH, s.num - first) for first in range(0, s.num, BATCH)]
+        keys = [jax.random.split(jax.random.fold_in(key, index)) for index in range(len(counts))]
+        shape = (self.config.model.num_latents, self.config.model.latent_dim)
+
+        def normal(keys: list[Array]) -> Float[Array, "num k d"]:
+            parts = [jax.random.normal(key, (count, *shape)) for key, count in zip(keys, counts)]
+            return s.temperature * jnp.concatenate(parts)
+
+        z = normal([first for first, _ in keys])
+        previous = jnp.zeros_like(z)
         for index in range(s.steps):
             previous, tokens = generate.estimate_and_read(
                 self.model, self.params, self.frozen, z, times[index], previous, s.guidance,
                 guided=s.guidance != 0.0, dtype=self.dtype,
             )  # fmt: skip
             on_step(index + 1, s.steps, np.asarray(tokens))
-            noise = s.temperature * jax.random.normal(jax.random.fold_in(later, index), shape)
+            noise = normal([jax.random.fold_in(later, index) for _, later in keys])
             z = samplers.step(z, previous, noise, times[index], times[index + 1], schedule, s.sampler)
         return np.asarray(tokens)
 

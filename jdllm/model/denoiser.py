@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jdllm.config import ModelConfig
-from jdllm.model.layers import FeedForward, RMSNorm, SelfAttention, linear, run_stack, stack
+from jdllm.model.layers import FeedForward, RMSNorm, SelfAttention, Walk, linear, run_stack, stack
 
 TIME_FEATURES = 256
 TIME_SCALE = 1000.0  # tau in [0, 1] is spread over the range that the frequencies below were made for
@@ -51,9 +51,9 @@ class DenoiserBlock(nnx.Module):
 class Denoiser(nnx.Module):
     """D(z_tau, tau, previous estimate) -> estimate of z."""
 
-    def __init__(self, config: ModelConfig, *, remat: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
-        self.remat = remat
+        self.walk = walk
         self.input = linear(2 * d, d, rngs=rngs)
         self.time_up = linear(TIME_FEATURES, d, bias=True, rngs=rngs)
         self.time_down = linear(d, d, bias=True, rngs=rngs)
@@ -77,5 +77,5 @@ class Denoiser(nnx.Module):
     ) -> Float[Array, "b k d"]:
         """`previous` is the last estimate, or zeros where there is none."""
         x = self.input(jnp.concatenate([z_tau, previous], axis=-1))
-        x = run_stack(self.blocks, x, modulation, remat=self.remat)
+        x = run_stack(self.blocks, x, modulation, walk=self.walk)
         return self.output(self.norm(x))

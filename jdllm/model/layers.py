@@ -2,13 +2,14 @@
 
 Weights arrive in the arithmetic of the step (float32 masters are cast once per step, see training/step.py), so modules
 only follow the dtype of their input; normalisations, rotations and softmax are float32 inside.  Blocks of one kind are
-stacked along a leading axis and run by `lax.scan`: one block is compiled however deep the model is, and a kernel finds
-its weights contiguous.
+stacked along a leading axis, so that a kernel finds them contiguous and one block need be compiled however deep the model
+is (`Walk` says when that is wanted).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 EPSILON = 1e-6
+
+Walk = Literal["scan", "unroll", "remat"]
+"""How a stack is walked.  `scan` compiles one block: for forward passes.  `unroll` compiles all of them: a scan copies what
+the backward pass needs into stacked arrays, which made that of the `books` denoiser 1.8x slower on an H200
+(results/profile-h200).  `remat` scans and computes activations again in the backward pass, for the least memory."""
 ROPE_BASE = 10_000.0
 
 
@@ -116,7 +122,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], depth: int, rngs: nnx.Rngs) ->
 
 
 def run_stack(
-    blocks: nnx.Module, x: Float[Array, "b n d"], *context: Array | None, remat: bool
+    blocks: nnx.Module, x: Float[Array, "b n d"], *context: Array | None, walk: Walk
 ) -> Float[Array, "b n d"]:
     """x through all stacked blocks in turn; each is called as block(x, *context)."""
     graphdef, weights = nnx.split(blocks)
@@ -124,4 +130,7 @@ def run_stack(
     def body(x: Array, weights: nnx.State) -> tuple[Array, None]:
         return nnx.merge(graphdef, weights)(x, *context), None
 
-    return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)[0]
+    depth = jax.tree.leaves(weights)[0].shape[0]
+    if walk == "remat":
+        return jax.lax.scan(jax.checkpoint(body), x, weights)[0]
+    return jax.lax.scan(body, x, weights, unroll=depth if walk == "unroll" else 1)[0]

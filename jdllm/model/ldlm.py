@@ -13,7 +13,7 @@ from flax import nnx
 
 from jdllm.config import Config, ModelConfig
 from jdllm.model.denoiser import Denoiser
-from jdllm.model.layers import Frozen
+from jdllm.model.layers import Frozen, Walk
 from jdllm.model.perceiver import LatentDecoder, LatentEncoder
 from jdllm.model.token_decoder import TokenDecoder
 
@@ -24,26 +24,26 @@ Params = dict[str, Any]
 class LDLM(nnx.Module):
     """Latent encoder, denoiser, latent decoder, token decoder."""
 
-    def __init__(self, config: ModelConfig, *, remat: bool = False, rngs: nnx.Rngs):
-        self.encoder = LatentEncoder(config, remat=remat, rngs=rngs)
-        self.denoiser = Denoiser(config, remat=remat, rngs=rngs)
-        self.decoder = LatentDecoder(config, remat=remat, rngs=rngs)
-        self.token_decoder = TokenDecoder(config, remat=remat, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, walk: Walk = "scan", rngs: nnx.Rngs):
+        self.encoder = LatentEncoder(config, walk=walk, rngs=rngs)
+        self.denoiser = Denoiser(config, walk=walk, rngs=rngs)
+        self.decoder = LatentDecoder(config, walk=walk, rngs=rngs)
+        self.token_decoder = TokenDecoder(config, walk=walk, rngs=rngs)
 
 
 class Model:
     """Structure of an LDLM without its weights: hashable, so it can be a static argument of jit."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        abstract = nnx.eval_shape(lambda: LDLM(config.model, remat=config.training.remat, rngs=nnx.Rngs(0)))
+    def __init__(self, config: Config, walk: Walk = "scan"):
+        self.config, self.walk = config, walk
+        abstract = nnx.eval_shape(lambda: LDLM(config.model, walk=walk, rngs=nnx.Rngs(0)))
         self.graphdef, params, frozen = nnx.split(abstract, nnx.Param, Frozen)
         self.param_shapes: Params = nnx.to_pure_dict(params)
         self.frozen_shapes: Params = nnx.to_pure_dict(frozen)
 
     def init(self, key: jax.Array) -> Params:
         """Fresh trained weights in float32."""
-        module = LDLM(self.config.model, remat=self.config.training.remat, rngs=nnx.Rngs(key))
+        module = LDLM(self.config.model, rngs=nnx.Rngs(key))
         return nnx.to_pure_dict(nnx.split(module, nnx.Param, Frozen)[1])
 
     def merge(self, params: Params, frozen: Params) -> LDLM:
@@ -51,7 +51,7 @@ class Model:
         return nnx.merge(self.graphdef, params, frozen)
 
     def __hash__(self) -> int:
-        return hash(self.config)
+        return hash((self.config, self.walk))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Model) and self.config == other.config
+        return isinstance(other, Model) and (self.config, self.walk) == (other.config, other.walk)

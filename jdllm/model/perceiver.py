@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jdllm.config import ModelConfig
-from jdllm.model.layers import FeedForward, RMSNorm, attend, linear, rms_norm, run_stack, split_heads, stack
+from jdllm.model.layers import FeedForward, RMSNorm, Walk, attend, linear, rms_norm, run_stack, split_heads, stack
 
 POSITION_SCALE = 0.02  # N(0, 0.02), as COSMOS initialises its queries
 
@@ -53,10 +53,10 @@ class PerceiverBlock(nnx.Module):
 class LatentEncoder(nnx.Module):
     """Standardised hidden states of t tokens -> k latents, not yet standardised."""
 
-    def __init__(self, config: ModelConfig, *, remat: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
         normal = nnx.initializers.normal(POSITION_SCALE)
-        self.remat = remat
+        self.walk = walk
         self.positional_path = c.positional_path
         self.num_latents = c.num_latents
         self.input = linear(c.hidden_dim, d, rngs=rngs)
@@ -81,17 +81,17 @@ class LatentEncoder(nnx.Module):
             pooled = context.reshape(b, self.num_latents, groups, -1).sum(axis=2)
             counts = valid.reshape(b, self.num_latents, groups, 1).sum(axis=2)
             queries = queries + pooled / jnp.maximum(counts, 1).astype(hidden.dtype)
-        x = run_stack(self.blocks, queries, context, lengths, remat=self.remat)
+        x = run_stack(self.blocks, queries, context, lengths, walk=self.walk)
         return self.output(rms_norm(x))
 
 
 class LatentDecoder(nnx.Module):
     """k latents, possibly noisy -> standardised hidden states of t tokens."""
 
-    def __init__(self, config: ModelConfig, *, remat: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
         normal = nnx.initializers.normal(POSITION_SCALE)
-        self.remat = remat
+        self.walk = walk
         self.positional_path = c.positional_path
         self.repeat = c.num_tokens // c.num_latents
         self.input = linear(d, d, rngs=rngs)
@@ -110,5 +110,5 @@ class LatentDecoder(nnx.Module):
         queries = jnp.broadcast_to(self.queries[...].astype(z.dtype), (z.shape[0], *self.queries.shape))
         if self.positional_path:
             queries = queries + jnp.repeat(context, self.repeat, axis=1)
-        x = run_stack(self.blocks, queries, context, None, remat=self.remat)
+        x = run_stack(self.blocks, queries, context, None, walk=self.walk)
         return self.output(self.norm(x))

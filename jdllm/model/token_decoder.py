@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jdllm.config import ModelConfig
-from jdllm.model.layers import FeedForward, Frozen, RMSNorm, SelfAttention, linear, rms_norm, run_stack, stack
+from jdllm.model.layers import FeedForward, Frozen, RMSNorm, SelfAttention, Walk, linear, rms_norm, run_stack, stack
 
 HEAD_SCALE = 0.02
 
@@ -35,9 +35,9 @@ class TokenBlock(nnx.Module):
 class TokenDecoder(nnx.Module):
     """Standardised hidden states (b, t, d_h) -> states that the head turns into logits by one product."""
 
-    def __init__(self, config: ModelConfig, *, remat: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
-        self.remat = remat
+        self.walk = walk
         self.input = linear(c.hidden_dim, d, rngs=rngs)
         self.depth = c.token_decoder_depth
         if self.depth:
@@ -58,7 +58,7 @@ class TokenDecoder(nnx.Module):
         """Inputs of the head; its width w is d when trained and d_h when the frozen model's."""
         x = self.input(hidden)
         if self.depth:
-            x = run_stack(self.blocks, x, remat=self.remat)
+            x = run_stack(self.blocks, x, walk=self.walk)
         return self.norm(x) if self.head_kind == "trained" else rms_norm(self.output(x))
 
     def logits(self, hidden: Float[Array, "b t dh"]) -> Float[Array, "b t v"]:

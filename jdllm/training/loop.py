@@ -74,7 +74,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     config.save(run_dir / "config.json")
 
     # --- model, mesh, state
-    model, mesh = Model(config), make_mesh(config)
+    model, mesh = Model(config, "remat" if t.remat else "unroll"), make_mesh(config)
     optimizer = make_optimizer(config.optimizer)
     init = functools.partial(init_state, model, optimizer)
     moments = (jnp.asarray(data.hidden_mean), jnp.asarray(data.hidden_std))
@@ -104,7 +104,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
 
     # --- compile
     step = jax.jit(make_train_step(model, optimizer), donate_argnums=0, out_shardings=(shardings, None))
-    probe = jax.jit(make_probe(model))
+    probe = jax.jit(make_probe(Model(config)))
     held_out = {k: jnp.asarray(v) for k, v in data.valid.gather(np.arange(min(len(data.valid), WINDOWS))).items()}
     text_entropy = judge(np.asarray(held_out["ids"]), data.eos_id)["entropy"]
     window_flops, peak = flops_per_window(model), peak_flops()

@@ -52,22 +52,24 @@ def test_a_stack_is_its_blocks_in_turn_and_they_differ_from_the_start():
     x = X
     for index in range(3):
         x = nnx.merge(graphdef, jax.tree.map(lambda leaf, index=index: leaf[index], weights))(x)
-    np.testing.assert_allclose(run_stack(blocks, X, remat=False), x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run_stack(blocks, X, walk="scan"), x, rtol=1e-5, atol=1e-6)
     kernels = blocks.up.kernel[...]
     assert kernels.shape == (3, 16, 32) and not np.allclose(kernels[0], kernels[1])
     np.testing.assert_allclose(kernels.std(axis=(1, 2)), 16**-0.5, rtol=0.2)  # fan-in of one block, not of the stack
 
 
-def test_recomputing_activations_changes_memory_not_gradients():
+def test_how_a_stack_is_walked_changes_no_gradient():
     blocks = stack(lambda rngs: SelfAttention(16, 8, out_scale=1.0, rngs=rngs), 2, nnx.Rngs(0))
     graphdef, weights = nnx.split(blocks)
 
-    def grad(remat):
-        loss = lambda w: jnp.square(run_stack(nnx.merge(graphdef, w), X, remat=remat)).sum()  # noqa: E731
+    def grad(walk):
+        loss = lambda w: jnp.square(run_stack(nnx.merge(graphdef, w), X, walk=walk)).sum()  # noqa: E731
         return jax.jit(jax.grad(loss))(weights)
 
-    for a, b in zip(jax.tree.leaves(grad(False)), jax.tree.leaves(grad(True))):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    scanned = jax.tree.leaves(grad("scan"))
+    for walk in ("unroll", "remat"):
+        for a, b in zip(scanned, jax.tree.leaves(grad(walk))):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_self_attention_knows_the_order():
