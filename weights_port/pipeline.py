@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,20 @@ def run(config: Config, run_dir: Path) -> int:
     minutes, accuracy = last["seconds"] / 60, last.get("reconstruction")
     held_out = "" if accuracy is None else f"; {accuracy:.1%} of held-out tokens reconstructed"
     say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
+    show_samples(run_dir)
     say(f"run: {run_dir} (samples/, plots/, metrics.jsonl)\nnext: jdllm generate --run {run_dir} --watch")
     return 0
+
+
+def show_samples(run_dir: Path, count: int = 3) -> None:
+    """The first texts of the newest sample file, unselected, on stdout."""
+    files = sorted((run_dir / "samples").glob("step-*.txt"), key=lambda path: int(path.stem.removeprefix("step-")))
+    if not files:
+        return
+    texts = re.split(r"^--- \d+\n", files[-1].read_text(encoding="utf-8"), flags=re.MULTILINE)[1 : count + 1]
+    say(f"written from noise ({count} of the samples in {files[-1]}, not selected):")
+    for text in texts:
+        print(f"  | {text.strip().replace(chr(10), f'{chr(10)}  | ')}\n", flush=True)
 
 
 def release_gpu() -> None:
