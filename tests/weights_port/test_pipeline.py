@@ -185,3 +185,18 @@ def test_a_file_in_the_place_of_the_run(config, run_dir):
     run_dir.write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         pipeline.check_resume(config, run_dir)
+
+
+def test_the_newest_samples_are_shown_when_training_ends(run_dir, capsys):
+    samples = run_dir / "samples"
+    samples.mkdir(parents=True)
+    (samples / "step-000900.txt").write_text("--- 1\nolder\n")
+    (samples / "step-1000000.txt").write_text("--- 1\nfirst\nline two\n--- 2\n\n--- 3\nthird\n--- 4\nfourth\n")
+    pipeline.show_samples(run_dir)
+    shown = capsys.readouterr().out
+    assert shown.splitlines() == ["  | first", "  | line two", "", "  | ", "", "  | third", ""]
+
+
+def test_a_run_without_samples_shows_none(run_dir, capsys):
+    pipeline.show_samples(run_dir)
+    assert capsys.readouterr().out == ""
