@@ -184,7 +184,7 @@ class TrainingConfig:
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases mode; offline needs no account."""
     collapse_variance: float = 0.02
-    """Stop when the latents' variance over the batch, before standardisation and relative to their mean square, is below this."""
+    """Stop when the variance of the standardised latents over the batch, which should be 1, is below this."""
     collapse_entropy: float = 0.5
     """Stop when the unigram entropy of samples stays below this share of the text's own, once gamma has been up for a while."""
 

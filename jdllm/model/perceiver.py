@@ -51,7 +51,7 @@ class PerceiverBlock(nnx.Module):
 
 
 class LatentEncoder(nnx.Module):
-    """Standardised hidden states of t tokens -> k latents, not yet standardised."""
+    """Standardised hidden states of t tokens -> k latents in float32, not yet standardised."""
 
     def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
@@ -82,7 +82,8 @@ class LatentEncoder(nnx.Module):
             counts = valid.reshape(b, self.num_latents, groups, 1).sum(axis=2)
             queries = queries + pooled / jnp.maximum(counts, 1).astype(hidden.dtype)
         x = run_stack(self.blocks, queries, context, lengths, walk=self.walk)
-        return self.output(rms_norm(x))
+        # Float32, since standardising subtracts what may be many times larger than what remains.
+        return rms_norm(x).astype(jnp.float32) @ self.output.kernel.astype(jnp.float32)
 
 
 class LatentDecoder(nnx.Module):

@@ -264,9 +264,8 @@ def check_collapse(values: dict[str, float], config: Config, step: int) -> None:
     """TrainingStopped when latents have become the same for all inputs."""
     if values["latent_variance"] < config.training.collapse_variance:
         raise TrainingStopped(
-            f"step {step}: latents hardly depend on their input any more (variance over the batch is "
-            f"{values['latent_variance']:.4f} of their mean square, training.collapse_variance is "
-            f"{config.training.collapse_variance}). Lower objective.gamma_max or raise objective.gamma_gate"
+            f"step {step}: latents hardly depend on their input any more (their variance over the batch is "
+            f"{values['latent_variance']:.4f}, training.collapse_variance is {config.training.collapse_variance}). Lower objective.gamma_max or raise objective.gamma_gate"
         )
 
 

@@ -57,9 +57,10 @@ def gradients(
     def encode(params: Params) -> tuple[Array, tuple[LatentStats, Array]]:
         raw = model.merge(cast(params, dtype), frozen).encoder(hidden, batch["lengths"]).astype(jnp.float32)
         z, stats = standardize_batch(raw, config.model.standardize)
-        return z, (stats, jnp.square(raw).mean())
+        share = stats.variance.mean() / jnp.maximum(jnp.square(raw).mean(), 1e-12)
+        return z, (stats, share)
 
-    z, pull_back, (stats, mean_square) = jax.vjp(encode, params, has_aux=True)
+    z, pull_back, (stats, variance_share) = jax.vjp(encode, params, has_aux=True)
 
     def loss(params: Params, z_diffusion: Array, z_decoder: Array) -> tuple[Array, Terms]:
         return losses(
@@ -85,7 +86,8 @@ def gradients(
         "decoder_noise": bound,
         "gradient_share_diffusion": push / (push + hold + 1e-20),
         "gradient_share_hidden": hold / (push + hold + 1e-20),
-        "latent_variance": stats.variance.mean() / jnp.maximum(mean_square, 1e-12),
+        "latent_variance": z.var(0).mean(),
+        "raw_variance_share": variance_share,
         "effective_rank": effective_rank(z),
         "clipped_fraction": clipped,
     }
