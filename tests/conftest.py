@@ -7,6 +7,8 @@ import pytest
 
 from jdllm.config import ModelConfig, preset
 
+jax.config.update("jax_disable_most_optimizations", True)  # tiny programs run once: most of their time is compilation
+
 
 @pytest.fixture(scope="session")
 def tiny():
