@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import rich.console
@@ -16,6 +17,7 @@ import tokenizers
 
 from jdllm import cli
 from jdllm.config import ConfigError, preset
+from jdllm.training.run import load
 
 ENVIRONMENT = {
     **os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "WANDB_MODE": "offline",
@@ -488,28 +490,37 @@ def test_a_tokenizer_that_does_not_belong_to_the_cache(copied):
     refused(jdllm("train", *TRAIN, "--training.steps", 48, cwd=copied), "error:", "tokenizer.json", "was made with")
 
 
-def test_ctrl_c_loses_nothing(trained, tmp_path, compiled):
-    """Interrupted in the middle and started again, a run ends with the figures of one that was left alone."""
+@pytest.mark.parametrize(("number", "after"), [(signal.SIGINT, 8), (signal.SIGKILL, 12)], ids=["ctrl-c", "kill -9"])
+def test_a_run_that_is_stopped_anywhere_loses_nothing(number, after, trained, tmp_path, compiled):
+    """Stopped in the middle and started again, a run ends with the figures and weights of one that was left alone."""
     write_text(tmp_path)
     command = [sys.executable, "-m", "jdllm.cli", "train", *map(str, TRAIN)]
     environment = {**ENVIRONMENT, **compiled}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     record = tmp_path / "runs/smoke/metrics.jsonl"
     deadline = time.monotonic() + 240
-    while not (record.exists() and '"step": 8' in record.read_text()):
+    while not (record.exists() and f'"step": {after}' in record.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stderr = process.communicate(timeout=120)[1]
-    assert process.returncode == 130 and "interrupted; run the same command to go on" in stderr, stderr
-    assert "Traceback" not in stderr
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and "interrupted; run the same command to go on" in stderr, stderr
+        assert "Traceback" not in stderr
+    else:
+        assert process.returncode == -signal.SIGKILL
     done = jdllm("train", *TRAIN, cwd=tmp_path, **compiled)
     assert done.returncode == 0, done.stderr
 
     def by_step(run):
         return {(line["step"], line["kind"]): line for line in metrics(run) if line["step"] % 4 == 0}
 
+    def weights(run):
+        leaves = jax.tree_util.tree_leaves_with_path(load(run).params)
+        return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
     assert by_step(tmp_path / "runs/smoke") == by_step(trained / "runs/smoke")
+    assert weights(tmp_path / "runs/smoke") == weights(trained / "runs/smoke")
 
 
 def test_a_full_disk_says_so_and_keeps_what_was_written(tmp_path, compiled):
