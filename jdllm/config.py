@@ -390,17 +390,17 @@ PRESETS: dict[str, Config] = {
             steps=300, batch_size=64, compute_dtype="float32", log_every=10, probe_every=50, sample_every=150, checkpoint_every=100,
         ),
     ),
-    "quickstart": Config(
+    "quickstart": Config(  # Muon, its rate and float32 on a CPU: docs/decisions.md, "The quickstart"
         preset="quickstart", encoder="smollm2", data="sotu",
         model=ModelConfig(
             **_SMOLLM2, num_tokens=64, num_latents=64, latent_dim=256,
             encoder_depth=2, decoder_depth=2, token_decoder_depth=1, denoiser_depth=4,
         ),
         objective=ObjectiveConfig(gamma_warmup_steps=100, gamma_gate=0.5, gamma_gate_margin=0.05, decoder_noise_ramp_steps=100),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, ema_decay=0.99),
-        feed=DataConfig(max_tokens=80_000, valid_windows=64),
+        optimizer=OptimizerConfig(name="muon", learning_rate=5e-3, warmup_steps=20, ema_decay=0.99),
+        feed=DataConfig(max_tokens=120_000, valid_windows=64),
         training=TrainingConfig(
-            steps=300, batch_size=16, compute_dtype="float32", log_every=5, probe_every=50, sample_every=100, checkpoint_every=50,
+            steps=400, batch_size=16, compute_dtype="float32", log_every=5, probe_every=50, sample_every=100, checkpoint_every=100,
         ),
     ),
     "books": Config(
