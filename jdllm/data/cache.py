@@ -257,10 +257,19 @@ class CacheWriter:
             write(self.path / "index.json", to_json(self._index))
         except (OSError, DataError) as error:
             self._failure = error
-            self._pending.clear()  # a shard after a missing one is worth nothing
+            self._discard_pending()
             raise
         del self._pending[0]
         return buffer
+
+    def _discard_pending(self) -> None:
+        """A shard after a missing one is worth nothing: stop those under way and remove what they wrote."""
+        for number, _, futures in self._pending:
+            for future in futures:
+                future.cancel()
+            concurrent.futures.wait(futures)
+            (self.path / f"shard-{number:05d}.bf16").unlink(missing_ok=True)
+        self._pending.clear()
 
     def _raise_failure(self) -> None:
         """What went wrong once makes every later call fail too: the windows after it have nowhere to go."""
