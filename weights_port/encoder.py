@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ class HiddenStateEncoder:
         self.device = device
         self._model = model
         self._checkpoint = checkpoint
+        self._running = threading.Lock()  # the hook of `_run` would also catch what another thread computes
 
     def encode(self, ids: Int[np.ndarray, "b t"], lengths: Int[np.ndarray, " b"]) -> BFloat16[np.ndarray, "b t d"]:
         """Hidden states on the host, zero at positions >= length."""
@@ -92,7 +94,7 @@ class HiddenStateEncoder:
             mask = torch.from_numpy(valid).to(self.device, non_blocking=True)
         # On a CPU the plain PyTorch paths are meant to be used; transformers would advise CUDA kernels.
         silence = quiet() if self.device.type == "cpu" else contextlib.nullcontext()
-        with torch.inference_mode(), silence:
+        with self._running, torch.inference_mode(), silence:
             hidden = _run(self._model, self.info, tokens, None if mask is None else mask.long())
             return hidden if mask is None else hidden.masked_fill(~mask[:, :, None], 0)
 

@@ -45,7 +45,7 @@ def drive(curve, *, steps, batch, noise, seed=0):
 def test_converges_to_the_optimal_density_plus_the_uniform_share(name):
     """The optimum makes loss grow linearly in u: F(tau) = (L(tau) - L(0)) / (L(1) - L(0))."""
     curve = CURVES[name]
-    state, _ = drive(curve, steps=4000, batch=64, noise=0.2)
+    state, _ = drive(curve, steps=4000, batch=256, noise=0.2)
     tau = np.linspace(0.0, 1.0, CONFIG.timestep_bins + 1)
     low, high = curve(0.0), curve(1.0)
     ideal = (np.asarray(curve(tau)) - low) / (high - low)
