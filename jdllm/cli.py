@@ -1,9 +1,9 @@
-"""`jdllm train | generate | eval`: the commands, their options, and what a person reads when something is wrong.
+"""`jdllm train | generate | eval | export | import`: the commands, their options, and what is said when something is wrong.
 
 A command is a frozen dataclass; tyro makes its options and help from the fields and the docstrings under them, and every
 field of `Config` is an option of `train`.  Nothing heavy is imported before a command runs, so help is quick, and
 `generate` never loads torch.  What a command does lives elsewhere: weights_port/pipeline.py trains,
-jdllm/generation writes text, jdllm/evaluation judges it.
+jdllm/generation writes text, jdllm/evaluation judges it, weights_port/export.py converts.
 
 Exit codes: 0 done, 2 something that a person can mend (wrong input, a full disk, a collapse), 130 Ctrl-C, 1 our own fault.
 """
@@ -146,7 +146,47 @@ class Eval:
         return 0
 
 
-COMMANDS = {"train": Train, "generate": Generate, "eval": Eval}
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run as a folder that PyTorch loads without JAX: weights as safetensors, tokenizer, model card."""
+
+    run: Path
+    """Folder of the run, such as runs/quickstart."""
+    out: Path
+    """Folder to write; it must not exist yet."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights; bfloat16 halves the file and rounds them."""
+    checkpoint: int | None = None
+    """Step of the checkpoint to use; by default the newest."""
+
+    def __call__(self) -> int:
+        require_run(self.run)
+        from weights_port.export import export_run
+
+        export_run(self.run, self.out, checkpoint=self.checkpoint, dtype=self.dtype)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """Make a run to generate from out of a folder that `jdllm export` wrote; training cannot go on with it."""
+
+    folder: Path
+    """The exported folder."""
+    run: Path
+    """Folder of the new run; it must not exist yet."""
+
+    def __call__(self) -> int:
+        if not self.folder.is_dir():
+            raise ConfigError(f"there is no folder {self.folder}; pass one that `jdllm export` wrote")
+        from weights_port.export import import_run
+
+        import_run(self.folder, self.run)
+        return 0
+
+
+COMMANDS = {"train": Train, "generate": Generate, "eval": Eval, "export": Export, "import": Import}
+Command = Train | Generate | Eval | Export | Import
 
 
 def step_list(text: str) -> tuple[int, ...]:
@@ -183,7 +223,7 @@ def preset_name(arguments: Sequence[str]) -> str:
     return name
 
 
-def parse(arguments: Sequence[str], *, prog: str = "jdllm", command: str | None = None) -> Train | Generate | Eval:
+def parse(arguments: Sequence[str], *, prog: str = "jdllm", command: str | None = None) -> Command:
     """The command that the arguments name (or `command`, whose options they are), ready to be called.
 
     SystemExit with code 2 and an explanation on stderr when they do not fit, ConfigError on an unknown preset.
