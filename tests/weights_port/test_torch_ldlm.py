@@ -261,11 +261,11 @@ OPTIONS = [{"sampler": sampler} for sampler in samplers.SAMPLERS] + [
 def test_the_same_noise_gives_the_same_tokens(options, generators):
     ours, theirs = generators
     options = {"steps": 4} | options
-    noise, fresh = noise_of(ours, 6, options["steps"], seed=3)
-    wanted = ours.generate_tokens(seed=3, num=6, **options)
+    noise, fresh = noise_of(ours, 16, options["steps"], seed=3)
+    wanted = ours.generate_tokens(seed=3, num=16, **options)
     found = theirs.generate_tokens(noise=noise, fresh_noise=fresh, **options)
     np.testing.assert_array_equal(found, wanted)
-    assert len({tuple(row) for row in wanted}) > 2 and len(np.unique(wanted)) > 5
+    assert len({tuple(row) for row in wanted}) > 2 and len(np.unique(wanted)) > 2  # so that equality says something
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b-5090", "ablated"])
