@@ -68,7 +68,7 @@ class Denoiser(nnx.Module):
 
     def modulation(self, tau: Float[Array, " b"]) -> Float[Array, "b 6 d"]:
         """What time contributes to every block (the blocks' own tables are added there)."""
-        features = time_features(tau).astype(self.time_up.kernel.dtype)
+        features = time_features(tau).astype(self.time_up.bias.dtype)
         hidden = jax.nn.silu(self.time_down(jax.nn.silu(self.time_up(features))))
         return self.time_modulation(hidden).reshape(tau.shape[0], 6, -1)
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jdllm.model import placement
+
 EPSILON = 1e-6
 
 Walk = Literal["scan", "unroll", "remat"]
@@ -29,10 +31,18 @@ class Frozen(nnx.Variable):
     """A weight that comes from the frozen language model and is never trained."""
 
 
-def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs, scale: float = 1.0, bias: bool = False) -> nnx.Linear:
+class Linear(nnx.Linear):
+    """x @ kernel + bias.  The kernel may be anything that knows `x @ kernel`: quantised ones do (kernels/quantize.py)."""
+
+    def __call__(self, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_out"]:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs, scale: float = 1.0, bias: bool = False) -> Linear:
     """A projection with variance scale**2 / d_in at the start."""
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "normal")
-    return nnx.Linear(d_in, d_out, use_bias=bias, kernel_init=init, rngs=rngs)
+    return Linear(d_in, d_out, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
 def rms_norm(x: Float[Array, "*n d"], gain: Float[Array, " d"] | None = None) -> Float[Array, "*n d"]:
@@ -126,9 +136,11 @@ def run_stack(
 ) -> Float[Array, "b n d"]:
     """x through all stacked blocks in turn; each is called as block(x, *context)."""
     graphdef, weights = nnx.split(blocks)
+    axes = placement.axes_in_block(weights)
 
     def body(x: Array, weights: nnx.State) -> tuple[Array, None]:
-        return nnx.merge(graphdef, weights)(x, *context), None
+        block = nnx.merge(graphdef, placement.gather_block(weights, axes))
+        return placement.rows(block(placement.rows(x), *context)), None
 
     depth = jax.tree.leaves(weights)[0].shape[0]
     if walk == "remat":

@@ -15,6 +15,7 @@ from jdllm.config import Config, ModelConfig
 from jdllm.model.denoiser import Denoiser
 from jdllm.model.layers import Frozen, Walk
 from jdllm.model.perceiver import LatentDecoder, LatentEncoder
+from jdllm.model.placement import gather_outside_blocks
 from jdllm.model.token_decoder import TokenDecoder
 
 Params = dict[str, Any]
@@ -36,6 +37,7 @@ class Model:
 
     def __init__(self, config: Config, walk: Walk = "scan"):
         self.config, self.walk = config, walk
+        self._hash = hash((config, walk))  # asked for at every call of a jitted function
         abstract = nnx.eval_shape(lambda: LDLM(config.model, walk=walk, rngs=nnx.Rngs(0)))
         self.graphdef, params, frozen = nnx.split(abstract, nnx.Param, Frozen)
         self.param_shapes: Params = nnx.to_pure_dict(params)
@@ -48,10 +50,11 @@ class Model:
 
     def merge(self, params: Params, frozen: Params) -> LDLM:
         """Modules that read `params` and the frozen weights (an empty dict when the head is trained)."""
-        return nnx.merge(self.graphdef, params, frozen)
+        return nnx.merge(self.graphdef, gather_outside_blocks(params), frozen)
 
     def __hash__(self) -> int:
-        return hash((self.config, self.walk))
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Model) and (self.config, self.walk) == (other.config, other.walk)
+        same = self is other
+        return same or (isinstance(other, Model) and (self.config, self.walk) == (other.config, other.walk))
