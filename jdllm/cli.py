@@ -1,4 +1,4 @@
-"""`jdllm train | generate | eval | export | import`: the commands, their options, and what is said when something is wrong.
+"""`jdllm train | generate | eval | quantize | export | import`: the commands, their options, and what is said when something is wrong.
 
 A command is a frozen dataclass; tyro makes its options and help from the fields and the docstrings under them, and every
 field of `Config` is an option of `train`.  Nothing heavy is imported before a command runs, so help is quick, and
@@ -185,8 +185,35 @@ class Import:
         return 0
 
 
-COMMANDS = {"train": Train, "generate": Generate, "eval": Eval, "export": Export, "import": Import}
-Command = Train | Generate | Eval | Export | Import
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Make a run with weights in 8 or 4 bits out of a trained one, to generate from and to evaluate; it cannot be trained."""
+
+    run: Path
+    """Folder of the run, such as runs/quickstart."""
+    weights: Literal["int8", "fp8", "int4"]
+    """int8 is the most exact, fp8 what tensor cores know, int4 the smallest."""
+    out: Path
+    """Folder of the new run; it must not exist yet."""
+    checkpoint: int | None = None
+    """Step of the checkpoint to use; by default the newest."""
+
+    def __call__(self) -> int:
+        require_run(self.run)
+        from jdllm.training.quantized import quantize_run
+
+        size = quantize_run(self.run, self.out, self.weights, checkpoint=self.checkpoint)
+        print(
+            f"{self.out}: {self.weights}, {size / 1e6:,.1f} MB to generate from; judge it with: jdllm eval --run {self.out}",
+            file=sys.stderr,
+        )
+        return 0
+
+
+COMMANDS = {
+    "train": Train, "generate": Generate, "eval": Eval, "quantize": Quantize, "export": Export, "import": Import,
+}  # fmt: skip
+Command = Train | Generate | Eval | Quantize | Export | Import
 
 
 def step_list(text: str) -> tuple[int, ...]:

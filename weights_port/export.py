@@ -12,11 +12,9 @@ enough to generate, not to go on training: an optimiser is not exported.  Left o
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from jdllm.config import Config, ConfigError
+from jdllm.training.folders import check_target, written_whole
 from weights_port import convert
 
 
@@ -32,11 +31,17 @@ def export_run(run_dir: Path, out: Path, *, checkpoint: int | None = None, dtype
     import jax
 
     from jdllm.diffusion.timesteps import init_timesteps
+    from jdllm.kernels.quantize import quantized_weights
     from jdllm.training.checkpoint import Checkpoints
     from jdllm.training.run import load
 
     check_target(out, "--out")
     generator = load(run_dir, checkpoint=checkpoint, dtype="float32")
+    if quantized_weights(generator.params):
+        raise ConfigError(
+            f"{run_dir} holds {quantized_weights(generator.params)} weights, which PyTorch's side does not read; export the "
+            "run it was made from"
+        )
     config, step = generator.config, generator.step
     like = {"timesteps": jax.eval_shape(lambda: init_timesteps(config.diffusion))}
     timesteps = Checkpoints(run_dir / "checkpoints").restore_partial(step, like, ("timesteps",))[0]["timesteps"]
@@ -164,27 +169,6 @@ Back to JAX: `jdllm import --folder "this folder" --run runs/imported`.
 ## Evaluation
 {judged}
 """
-
-
-def check_target(path: Path, option: str) -> None:
-    """ConfigError if something is there already."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists already; choose another {option}, or remove it")
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A folder beside `path` that takes its name when all went well, and is removed otherwise."""
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if path.exists():
-            path.rmdir()
-        temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def say(message: str) -> None:

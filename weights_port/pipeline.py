@@ -144,6 +144,12 @@ def check_resume(config: Config, run_dir: Path) -> None:
         return
     if not has_checkpoint(run_dir):
         return
+    record = json.loads((run_dir / "data.json").read_text()) if (run_dir / "data.json").is_file() else {}
+    if "weights" in record:
+        raise ConfigError(
+            f"{run_dir} holds {record['weights']} weights, which cannot be trained; go on with {record['quantized_from']}, "
+            "which it was made from, or choose another --name"
+        )
     found = differences(Config.load(saved), config, (*MAY_CHANGE, *RESOLVED))
     if found:
         raise ConfigError(

@@ -19,6 +19,7 @@ from jdllm.config import Config, ConfigError, SamplingConfig
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.generation import generate
+from jdllm.kernels.quantize import cast
 from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import LatentStats
 
@@ -37,7 +38,7 @@ class Generator:
 
     config: Config
     params: Params
-    """In the arithmetic of `dtype`."""
+    """In the arithmetic of `dtype`; matrices may be quantised."""
     frozen: Params
     edges: Float[Array, " n+1"]
     """The timestep warp that the run had learned."""
@@ -52,7 +53,7 @@ class Generator:
 
     def __post_init__(self) -> None:
         self.model = Model(self.config)
-        self.params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), self.params)
+        self.params = cast(self.params, self.dtype)
 
     def sampling(self, **options: Any) -> SamplingConfig:
         """The run's sampling defaults with `options` in their place; ConfigError on an impossible one."""

@@ -10,6 +10,7 @@ from jdllm.config import ConfigError
 from jdllm.kernels import quantize as q
 from jdllm.kernels.cross_entropy import most_likely_tokens
 from jdllm.model.ldlm import Model
+from jdllm.model.random_weights import random_weights
 
 RNG = np.random.default_rng(0)
 STACK = RNG.normal(size=(3, 128, 24)).astype(np.float32) * RNG.uniform(0.01, 10, (3, 1, 24)).astype(np.float32)
@@ -126,14 +127,9 @@ dequantized = jax.jit(q.dequantize_params)
 
 @pytest.fixture(scope="module")
 def wide(tiny):
-    """A model whose widths int4 divides, and normal weights of unit gain for it, the token head trained."""
+    """A model whose widths int4 divides, and weights for it, the token head trained."""
     model = Model(tiny.replace(model__latent_dim=64, model__hidden_dim=64, model__head_dim=32))
-
-    def draw(path, shape):
-        scale = shape.shape[-2] ** -0.5 if path[-1].key in ("kernel", "head") else 0.1
-        return jnp.asarray((path[-1].key == "gain") + scale * RNG.normal(size=shape.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, model.param_shapes)
+    return model, random_weights(model, 0, "float32")[0]
 
 
 def test_only_matrices_that_generation_reads_are_quantised(wide):
