@@ -21,16 +21,20 @@ class BatchLoader:
     """Iterator of batches (see HiddenStateCache.gather); the order follows from seed alone.
 
     get_state() after n batches, handed to set_state of a loader with the same arguments, makes it go on with batch n + 1.
+    `own_rows` of each batch are loaded, for one of several processes; which windows make a batch, and where the loader
+    stands, do not depend on it.
     """
 
-    def __init__(self, cache: HiddenStateCache, batch_size: int, seed: int, prefetch: int = 4) -> None:
+    def __init__(
+        self, cache: HiddenStateCache, batch_size: int, seed: int, prefetch: int = 4, own_rows: slice = slice(None)
+    ) -> None:
         if batch_size < 1:
             raise DataError(f"training.batch_size={batch_size} is too small; the least is 1")
         self._identity = {"cache": cache.hash, "batch_size": batch_size, "seed": seed}
         # Grain's shuffle numbers epochs by adding to its seed: without this, epoch 1 of seed 0 were epoch 0 of seed 1.
         shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         dataset = grain.MapDataset.range(len(cache)).shuffle(seed=shuffle_seed).repeat()
-        dataset = dataset.batch(batch_size, batch_fn=np.array).map(cache.gather)
+        dataset = dataset.batch(batch_size, batch_fn=np.array).map(lambda indices: cache.gather(indices[own_rows]))
         options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
         self._iterator = iter(dataset.to_iter_dataset(options))
 

@@ -125,4 +125,7 @@ def scatter_columns(gradient: Float[Array, "w c"]) -> Float[Array, "w c"]:
 
 def rows(x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
     """Activations with each row on the device that holds it in the batch."""
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(("data", "fsdp"))) if shards() else x
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or x.shape[0] % mesh.size:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(("data", "fsdp")))

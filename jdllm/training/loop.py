@@ -3,6 +3,9 @@
 What happens at a step depends on the step alone, so a run that was killed and resumed goes through the same states as
 one that was not.  Probes and samples may fail (a full GPU, a full disk) without ending the run; NaNs and collapse end it,
 with the reason in words.
+
+Several processes (processes.py) all run this loop.  What decides the next step is the same in each: metrics come from the
+devices of all, and clocks and Ctrl-C are exchanged at the lines of the log.
 """
 
 from __future__ import annotations
@@ -29,11 +32,21 @@ from jdllm.model.ldlm import Model, Params
 from jdllm.training.checkpoint import Checkpoints
 from jdllm.training.plots import plots
 from jdllm.training.probe import WINDOWS, make_probe, move_gate
+from jdllm.training.processes import Bystander, exchange, first_then_others, is_first
 from jdllm.training.run import load_frozen, save_frozen
-from jdllm.training.sharding import batch_sharding, make_mesh, state_sharding
+from jdllm.training.sharding import (
+    batch_sharding,
+    make_mesh,
+    on_mesh,
+    replicated,
+    spread,
+    state_sharding,
+    to_devices,
+    whole,
+)
 from jdllm.training.state import TrainState, init_state, make_optimizer
-from jdllm.training.step import make_train_step
-from jdllm.training.throughput import flops_per_window, peak_flops
+from jdllm.training.step import cast, make_train_step
+from jdllm.training.throughput import FeedClock, flops_per_window, peak_flops
 from jdllm.training.tracking import Progress, Tracker
 
 SAMPLES = 64
@@ -50,7 +63,7 @@ class TrainingData(NamedTuple):
     """What a run feeds on."""
 
     loader: Any
-    """Endless iterator of batches with get_state, set_state and close."""
+    """Endless iterator of this process's rows of each batch, with get_state, set_state and close."""
     valid: Any
     """Held-out windows with len and gather."""
     hidden_mean: Float[np.ndarray, " dh"]
@@ -69,9 +82,17 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     Raises TrainingStopped on NaN or collapse and CheckpointError on a resume that does not fit.  Ctrl-C writes a
     checkpoint before it is passed on.
     """
-    t = config.training
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config.save(run_dir / "config.json")
+    t, alone = config.training, jax.process_count() == 1
+
+    def open_folder() -> Checkpoints:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if is_first():
+            config.save(run_dir / "config.json")
+            if data.head is not None:
+                save_frozen(run_dir, data.head)
+        return Checkpoints(run_dir / "checkpoints", t.keep_checkpoints)
+
+    checkpoints = first_then_others(open_folder)
 
     # --- model, mesh, state
     model, mesh = Model(config, "remat" if t.remat else "unroll"), make_mesh(config)
@@ -80,13 +101,10 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     moments = (jnp.asarray(data.hidden_mean), jnp.asarray(data.hidden_std))
     shardings = state_sharding(mesh, jax.eval_shape(init, *moments))
     rows = batch_sharding(mesh)
-    if data.head is not None:
-        save_frozen(run_dir, data.head)
-    frozen: Params = load_frozen(run_dir, model)
+    frozen: Params = load_frozen(run_dir, model, state_sharding(mesh, model.frozen_shapes))
 
     # --- resume
-    checkpoints = Checkpoints(run_dir / "checkpoints", t.keep_checkpoints)
-    start, seconds = checkpoints.latest() or 0, 0.0
+    start, seconds = int(exchange([checkpoints.latest() or 0])[0, 0]), 0.0
     pending: list[dict[str, Any]] = []  # metrics of the steps since the last line of the log
     if start:
         shapes = jax.tree.map(
@@ -96,17 +114,20 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
         check_provenance(extra["provenance"], data.provenance, run_dir)
         data.loader.set_state(extra["loader"])
         seconds, pending = extra["seconds"], extra["pending"]
-        print(f"resuming {run_dir} at step {start}", flush=True)
+        if is_first():
+            print(f"resuming {run_dir} at step {start}", flush=True)
     else:
         state = jax.jit(init, out_shardings=shardings)(*moments)
-    tracker = Tracker(run_dir, config.to_dict(), t.wandb)
+    tracker = Tracker(run_dir, config.to_dict(), t.wandb) if is_first() else Bystander()
     tracker.truncate_after(start)
 
     # --- compile
-    step = jax.jit(make_train_step(model, optimizer), donate_argnums=0, out_shardings=(shardings, None))
-    probe = jax.jit(make_probe(Model(config)))
-    held_out = {k: jnp.asarray(v) for k, v in data.valid.gather(np.arange(min(len(data.valid), WINDOWS))).items()}
-    text_entropy = judge(np.asarray(held_out["ids"]), data.eos_id)["entropy"]
+    function, everywhere = on_mesh(mesh, make_train_step(model, optimizer)), replicated(mesh)
+    step = jax.jit(function, donate_argnums=0, out_shardings=(shardings, everywhere))
+    probe = jax.jit(on_mesh(mesh, make_probe(Model(config))), out_shardings=everywhere)
+    texts = data.valid.gather(np.arange(min(len(data.valid), WINDOWS)))
+    text_entropy = judge(texts["ids"], data.eos_id)["entropy"]
+    held_out = spread(texts, mesh)
     window_flops, peak = flops_per_window(model), peak_flops()
 
     def measure(state: TrainState) -> dict[str, np.ndarray]:
@@ -126,29 +147,35 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     # --- loop
     last: dict[str, float] = {}
     done, clocked_at, clock = start, start, time.perf_counter()
-    low_entropy = 0
+    low_entropy, stop, feed = 0, False, FeedClock()
     try:
-        with Progress(t.steps, start) as progress, Interruption() as interruption:
+        with Progress(t.steps, start) if is_first() else Bystander() as progress, Interruption() as interruption:
             while not ended():
-                batch = jax.device_put(next(data.loader), rows)
+                batch = to_devices(feed.take(data.loader), rows)
                 over = max(done / t.steps, seconds / (60 * t.minutes) if t.minutes else 0.0)
                 state, metrics = step(state, frozen, batch, min(over, 1.0))
+                feed.started(metrics)
                 pending.append(metrics)
                 done += 1
                 if done == start + 1:  # compilation is over, time begins
                     jax.block_until_ready(metrics)
-                    clocked_at, clock = done, time.perf_counter()
+                    clocked_at, clock, feed.waited = done, time.perf_counter(), 0.0
+                if alone:
+                    stop = interruption.requested
 
                 if done % t.log_every == 0 or done in (1, t.steps):
                     values = {k: float(np.mean(v)) for k, v in _columns(jax.device_get(pending)).items()}
                     pending = []
+                    told = exchange([time.perf_counter() - clock, feed.waited, interruption.requested])
+                    stop = bool(told[:, 2].any())
                     if done > clocked_at:
-                        elapsed, windows = time.perf_counter() - clock, (done - clocked_at) * t.batch_size
+                        elapsed, windows = float(told[0, 0]), (done - clocked_at) * t.batch_size
                         seconds += elapsed
                         values["tokens_per_second"] = windows * config.model.num_tokens / elapsed
+                        values["wait_share"] = float(told[:, 1].max()) / elapsed
                         if peak:
                             values["mfu"] = windows * window_flops / elapsed / peak
-                    clocked_at, clock = done, time.perf_counter()
+                    clocked_at, clock, feed.waited = done, time.perf_counter(), 0.0
                     tracker.log(done, values, "train")
                     last |= values
                     progress.update(done, last)
@@ -165,20 +192,22 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                         progress.update(done, last)
 
                 if done % t.sample_every == 0 or ended():
-                    writer = generator(config, model, state, frozen, data)
-                    found = attempt("sampling", sample, writer, judge)
+                    writer = generator(config, model, mesh, state, frozen, data)
+                    found = attempt("sampling", sample, writer, judge) if is_first() else None
                     if found:
                         texts, values = found
                         values |= {"text_entropy": text_entropy}
                         tracker.samples(done, texts)
                         tracker.log(done, values, "eval")
                         last |= values
+                    entropy = float(exchange([found[1]["entropy"] if found else np.nan])[0, 0])
+                    if not np.isnan(entropy):
                         gamma_up = last.get("gamma", 0.0) >= 0.5 * config.objective.gamma_max
-                        low = values["entropy"] < t.collapse_entropy * text_entropy
+                        low = entropy < t.collapse_entropy * text_entropy
                         low_entropy = low_entropy + 1 if low and gamma_up else 0
                         if low_entropy >= 3:
                             raise TrainingStopped(
-                                f"step {done}: the unigram entropy of samples is {values['entropy']:.2f} nats, that of the "
+                                f"step {done}: the unigram entropy of samples is {entropy:.2f} nats, that of the "
                                 f"text {text_entropy:.2f}, three times in a row: the model has collapsed to a few words. "
                                 "Lower objective.gamma_max, raise objective.gamma_gate or objective.decoder_noise; "
                                 "training.collapse_entropy=0 switches this check off"
@@ -186,15 +215,17 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
 
                 if done % t.checkpoint_every == 0 and not ended():
                     save(done)
-                if interruption.requested:
+                if stop:
                     break
         save(done)
         checkpoints.wait()
-        if interruption.requested and not ended():
+        if stop and not ended():
             raise KeyboardInterrupt(f"interrupted at step {done}; a checkpoint is written")
     finally:
-        attempt("plotting", plots, run_dir)
+        if is_first():
+            attempt("plotting", plots, run_dir)
         tracker.close()
+        feed.close()
         data.loader.close()
         checkpoints.close()
     return last | {"step": float(done), "seconds": seconds}
@@ -203,7 +234,8 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
 class Interruption:
     """Ctrl-C and SIGTERM as a request to stop after the step at hand, when state and data position agree.
 
-    A second Ctrl-C stops at once; what the last checkpoint holds is then what remains.
+    A second Ctrl-C stops at once; what the last checkpoint holds is then what remains.  Several processes stop at the next
+    line of the log, whichever of them was asked.
     """
 
     def __init__(self) -> None:
@@ -226,12 +258,18 @@ class Interruption:
         print("\nstopping after this step; once more stops at once", flush=True)
 
 
-def generator(config: Config, model: Model, state: TrainState, frozen: Params, data: TrainingData) -> Generator:
-    """The averaged weights of a state, ready to write."""
+def generator(
+    config: Config, model: Model, mesh: jax.sharding.Mesh, state: TrainState, frozen: Params, data: TrainingData
+) -> Generator:
+    """The averaged weights of a state, ready to write, whole on one device of each process."""
+    dtype = config.training.compute_dtype
+    arrays = {
+        "params": cast(state.ema_params, dtype), "frozen": frozen, "edges": cumulative(state.timesteps, config.diffusion),
+        "latent_stats": state.latent_stats, "hidden_mean": state.hidden_mean, "hidden_std": state.hidden_std,
+    }  # fmt: skip
     return Generator(
-        config=config, params=state.ema_params, frozen=frozen, edges=cumulative(state.timesteps, config.diffusion),
-        latent_stats=state.latent_stats, hidden_mean=state.hidden_mean, hidden_std=state.hidden_std,
-        tokenizer=data.tokenizer, eos_id=data.eos_id, dtype=config.training.compute_dtype, step=int(state.step),
+        config=config, **whole(mesh, arrays), tokenizer=data.tokenizer, eos_id=data.eos_id, dtype=dtype,
+        step=int(state.step),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -56,9 +56,26 @@ def is_first() -> bool:
 
 
 def exchange(values: Sequence[float]) -> Float[np.ndarray, "processes n"]:
-    """The values of every process, in float32, by process.  All have to call it; it waits for the devices."""
+    """The values of every process, by process, in float32 if there are several.  All have to call it at the same place."""
+    if jax.process_count() == 1:
+        return np.asarray([values], np.float64)
     own = np.asarray(values, np.float32)
     return np.asarray(multihost_utils.process_allgather(own)).reshape(jax.process_count(), -1)
+
+
+class Bystander:
+    """Tracker and progress of the processes that do not write."""
+
+    def __enter__(self) -> Bystander:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def _nothing(self, *arguments: Any) -> None:
+        pass
+
+    log = samples = truncate_after = update = close = _nothing
 
 
 def first_then_others(action: Callable[[], Result]) -> Result:

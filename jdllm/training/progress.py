@@ -113,6 +113,8 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     if "tokens_per_second" in metrics:
         rate = metrics["tokens_per_second"]
         parts.append(f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s")
+    if metrics.get("wait_share", 0.0) >= 0.005:
+        parts.append(f"waiting for data {metrics['wait_share']:.0%}")
     if "gamma" in metrics:
         parts.append(f"gamma {metrics['gamma']:.2g}")
     return "  ".join(parts)

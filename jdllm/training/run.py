@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.numpy
 import tokenizers
 
@@ -91,15 +92,25 @@ def save_frozen(run_dir: Path, head: np.ndarray) -> None:
     safetensors.numpy.save_file({"head": np.ascontiguousarray(head)}, run_dir / FROZEN_HEAD)
 
 
-def load_frozen(run_dir: Path, model: Model) -> Params:
-    """The frozen weights of a run as the model wants them: empty when the head is trained."""
+def load_frozen(run_dir: Path, model: Model, shardings: Params | None = None) -> Params:
+    """The frozen weights of a run as the model wants them: empty when the head is trained.
+
+    With `shardings`, as `model.frozen_shapes` is built, each process reads the slices of its devices alone.
+    """
     if not jax.tree.leaves(model.frozen_shapes):
         return model.frozen_shapes
     path = run_dir / FROZEN_HEAD
     if not path.is_file():
         raise ConfigError(f"{path} is missing, but model.head is 'encoder'; copy it from where the run was trained")
-    head = safetensors.numpy.load_file(path)["head"]
     wanted = model.frozen_shapes["token_decoder"]["head"].shape
-    if head.shape != wanted:
-        raise ConfigError(f"{path} has shape {head.shape}, the config wants {wanted}; it belongs to another run")
-    return {"token_decoder": {"head": jnp.asarray(head, jnp.bfloat16)}}
+    with safetensors.safe_open(path, framework="numpy") as file:
+        head = file.get_slice("head")
+        shape = tuple(head.get_shape())
+        if shape != wanted:
+            raise ConfigError(f"{path} has shape {shape}, the config wants {wanted}; it belongs to another run")
+        if shardings is None:
+            array = jnp.asarray(head[:], jnp.bfloat16)
+        else:
+            place = shardings["token_decoder"]["head"]
+            array = jax.make_array_from_callback(shape, place, lambda at: head[at].astype(jnp.bfloat16))
+    return {"token_decoder": {"head": array}}

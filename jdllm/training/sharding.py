@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jdllm.config import Config, ConfigError
 from jdllm.model.placement import axis_to_shard, names_of, spec
@@ -79,3 +81,17 @@ def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 def to_devices(batch: Any, sharding: NamedSharding) -> Any:
     """A batch of this process's own rows as one array over the devices of all processes."""
     return jax.make_array_from_process_local_data(sharding, batch)
+
+
+def spread(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, Array]:
+    """A batch that every process has in full, over all devices; whole on each when its rows do not divide."""
+    sharding = replicated(mesh) if len(batch["ids"]) % mesh.size else batch_sharding(mesh)
+    return {k: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for k, v in batch.items()}
+
+
+def whole(mesh: Mesh, tree: Any) -> Any:
+    """Arrays that lie in slices, put together on the first device of each process.  All processes have to call it."""
+    if mesh.size == 1:
+        return tree
+    gathered = jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+    return jax.tree.map(lambda x: x.addressable_data(0), gathered)

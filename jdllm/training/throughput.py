@@ -1,6 +1,12 @@
-"""How much arithmetic a step is, and how much of the card it uses (model FLOPs utilisation, arXiv 2204.02311, app. B)."""
+"""How much arithmetic a step is, how much of the card it uses (model FLOPs utilisation, arXiv 2204.02311, app. B), and how
+long the card waits for data."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -48,3 +54,40 @@ def peak_flops() -> float | None:
         if name in kind:
             return rate * jax.device_count()
     return None
+
+
+class FeedClock:
+    """Seconds in which the devices stood idle because the next batch was not there.
+
+    The host runs ahead of the devices, so waiting for the loader costs nothing while a step is still being computed.  What
+    counts is the time from the end of that step, or from asking if that was later, until the batch comes.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self._end: Future[float] | None = None
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="feed-clock")
+
+    def take(self, loader: Iterator[Any]) -> Any:
+        """The next batch."""
+        asked = time.perf_counter()
+        batch = next(loader)
+        came = time.perf_counter()
+        if self._end is None:
+            self.waited += came - asked
+        elif self._end.done():
+            self.waited += max(0.0, came - max(asked, self._end.result()))
+        return batch
+
+    def started(self, outputs: Any) -> None:
+        """A step is under way that will make `outputs`."""
+        self._end = self._watcher.submit(_end_of, outputs)
+
+    def close(self) -> None:
+        """Let the watching thread go."""
+        self._watcher.shutdown(wait=False)
+
+
+def _end_of(outputs: Any) -> float:
+    jax.block_until_ready(outputs)
+    return time.perf_counter()

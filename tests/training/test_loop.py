@@ -116,7 +116,10 @@ def as_a_run(run, data):
 def record(run):
     """metrics.jsonl without what a clock measured."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("tokens_per_second", "mfu")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("tokens_per_second", "mfu", "wait_share")}
+        for line in lines
+    ]
 
 
 def checkpoint(run, step):
