@@ -115,6 +115,10 @@ class OptimizerConfig:
     """Decay of the first moment."""
     beta2: float = 0.98
     """Decay of the second moment."""
+    first_moment: Literal["float32", "bfloat16"] = "float32"
+    """Storage of the first moment (Muon's momentum too); bfloat16 saves 2 bytes a weight."""
+    second_moment: Literal["full", "factored"] = "full"
+    """AdamW's second moment: one number a weight, or a row and a column of numbers a matrix as in Adafactor, which saves 4 bytes a weight."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only."""
     clip_norm: float = 1.0
@@ -314,6 +318,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"diffusion.schedule_d={d.schedule_d} is not positive; 3 is the default, 1 the cosine schedule"
     if t.batch_size % t.accumulate:
         yield f"training.batch_size={t.batch_size} is not a multiple of training.accumulate={t.accumulate}"
+    if config.optimizer.name == "muon" and config.optimizer.second_moment == "factored":
+        yield "optimizer.second_moment=factored is for adamw; Muon keeps no second moment of matrices, so use full with it"
     if config.optimizer.learning_rate <= 0:
         yield f"optimizer.learning_rate={config.optimizer.learning_rate} is not positive"
 

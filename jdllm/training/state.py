@@ -61,19 +61,45 @@ def _muon_dimensions(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
+def _factored_adamw(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW with Adafactor's second moment (arXiv 1804.04235): means of squares by row and by column of a matrix.
+
+    Stacked blocks are factored one by one; vectors keep one number a weight, and there the second moment is AdamW's,
+    bias correction included.  As in Adafactor and its use with momentum (arXiv 2106.04560) the gradient is scaled before
+    it is averaged, and one update's root mean square is at most 1, since a rank-one estimate can be far too small.
+    """
+
+    def decay(step: Array, beta2: float) -> Array:
+        return beta2 * (1.0 - beta2**step) / (1.0 - beta2 ** (step + 1.0))
+
+    return optax.chain(
+        optax.scale_by_factored_rms(decay_rate=config.beta2, decay_rate_fn=decay),
+        optax.clip_by_block_rms(1.0),
+        optax.ema(config.beta1, accumulator_dtype=config.first_moment),
+        optax.add_decayed_weights(config.weight_decay, is_matrix),
+        optax.scale(-1.0),
+    )
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW or Muon, at learning rate 1: the step multiplies the update by `learning_rate`.
 
-    Muon's updates are scaled to AdamW's size (arXiv 2502.16982).
+    Muon's updates are scaled to AdamW's size (arXiv 2502.16982).  There is no 8-bit state: neither optax nor another
+    library that is kept has one for JAX.
     """
     if config.name == "muon":
         rule = optax.contrib.muon(
             1.0, consistent_rms=0.2, weight_decay=config.weight_decay, weight_decay_mask=is_matrix,
             adam_b1=config.beta1, adam_b2=config.beta2, adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=_muon_dimensions,
+            muon_weight_dimension_numbers=_muon_dimensions, mu_dtype=config.first_moment,
         )  # fmt: skip
+    elif config.second_moment == "factored":
+        rule = _factored_adamw(config)
     else:
-        rule = optax.adamw(1.0, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
+        rule = optax.adamw(
+            1.0, b1=config.beta1, b2=config.beta2, mu_dtype=config.first_moment,
+            weight_decay=config.weight_decay, mask=is_matrix,
+        )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
 
 
