@@ -143,8 +143,12 @@ class DataConfig:
     """Index into the frozen model's hidden_states; negative counts from the end."""
     encoder_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the frozen model; auto is bfloat16 on a GPU and float32 on a CPU."""
+    encoder_weights: Literal["auto", "int8", "nf4"] = "auto"
+    """Weights of the frozen model: auto keeps them as they are; int8 and nf4 pack its matrices (needs bitsandbytes)."""
     encoder_device: str = "auto"
-    """Device of the frozen model: auto, cpu, cuda, cuda:1."""
+    """Device of the frozen model: auto, cpu, cuda, cuda:1; spread puts its layers on all GPUs and the rest in CPU memory."""
+    encoder_memory: float | None = None
+    """GB of each GPU that a spread frozen model may take for its weights; by default what is free."""
     encoder_batch_tokens: int = 4096
     """Tokens in one batch through the frozen model."""
     revision: str | None = None
@@ -316,6 +320,14 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"objective.decoder_noise={o.decoder_noise} is negative; 0 switches the noise off"
     if d.schedule_d <= 0:
         yield f"diffusion.schedule_d={d.schedule_d} is not positive; 3 is the default, 1 the cosine schedule"
+    feed = config.feed
+    if feed.encoder_device == "spread" and feed.encoder_weights != "auto":
+        yield (
+            f"feed.encoder_weights={feed.encoder_weights} cannot be spread over devices; use feed.encoder_device=cuda, or "
+            "feed.encoder_weights=auto"
+        )
+    if feed.encoder_memory is not None and (feed.encoder_device != "spread" or feed.encoder_memory <= 0):
+        yield f"feed.encoder_memory={feed.encoder_memory} limits feed.encoder_device=spread; it is a number of GB above 0"
     if t.batch_size % t.accumulate:
         yield f"training.batch_size={t.batch_size} is not a multiple of training.accumulate={t.accumulate}"
     if config.optimizer.name == "muon" and config.optimizer.second_moment == "factored":

@@ -3,28 +3,31 @@
 Any causal LM that transformers knows, Qwen3.6 (`qwen3_5`, `qwen3_5_moe`) first.  Only the layers under the one that is
 read are built, loaded and run.  The state is taken from the block itself by a hook, because the model's own last entry of
 `hidden_states` has passed the final norm, and a shortened model would put that norm where the full one has none.
-Loading is strict (weights_port/loading.py).
-Left out: generation, quantised weights, and models spread over several GPUs.
+Loading is strict (weights_port/loading.py); the output head is read apart from the model (weights_port/head.py).
+Left out: generation.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import BFloat16, Float, Int
+from jaxtyping import BFloat16, Int
 
-from weights_port.checkpoints import HEAD_KEYS, Checkpoint, EncoderError, bare_name, open_checkpoint
-from weights_port.loading import blocks, fingerprint, load_strict, norm_gain, quiet
+from weights_port.checkpoints import Checkpoint, EncoderError, open_checkpoint
+from weights_port.loading import blocks, fingerprint, load_strict, missing_kernels, quiet
+from weights_port.placement import Placement, resolve_placement
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+WEIGHTS = ("auto", "int8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +47,6 @@ class EncoderInfo:
     """Everything that changes hidden states; part of a cache's key."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderHead:
-    """The frozen model's own way from its last block to logits: `rmsnorm(h, eps) * norm_weight @ weight.T`."""
-
-    weight: Float[np.ndarray, "v d"]
-    norm_weight: Float[np.ndarray, " d"]
-    """The gain as it is multiplied, also where the checkpoint stores gain - 1 (Qwen3.5, Gemma)."""
-    norm_eps: float
-
-
 class HiddenStateEncoder:
     """A frozen causal LM cut off above one layer."""
 
@@ -61,8 +54,8 @@ class HiddenStateEncoder:
         self.info = info
         self.tokenizer_json = checkpoint.tokenizer_json
         self.device = device
+        self.checkpoint = checkpoint
         self._model = model
-        self._checkpoint = checkpoint
         self._running = threading.Lock()  # the hook of `_run` would also catch what another thread computes
 
     def encode(self, ids: Int[np.ndarray, "b t"], lengths: Int[np.ndarray, " b"]) -> BFloat16[np.ndarray, "b t d"]:
@@ -92,47 +85,15 @@ class HiddenStateEncoder:
         else:
             valid = np.arange(longest)[None, :] < lengths[:, None]
             mask = torch.from_numpy(valid).to(self.device, non_blocking=True)
-        # On a CPU the plain PyTorch paths are meant to be used; transformers would advise CUDA kernels.
-        silence = quiet() if self.device.type == "cpu" else contextlib.nullcontext()
-        with self._running, torch.inference_mode(), silence:
-            hidden = _run(self._model, self.info, tokens, None if mask is None else mask.long())
+        # transformers would advise kernels for the linear-attention layers; missing_kernels has, once.
+        with self._running, torch.inference_mode(), quiet():
+            hidden = _run(self._model, self.info, tokens, None if mask is None else mask.long()).to(self.device)
             return hidden if mask is None else hidden.masked_fill(~mask[:, :, None], 0)
-
-    def head_weight(self) -> EncoderHead:
-        """Output head and final norm in float32, read from the checkpoint; the upper layers stay unread."""
-        gain, eps = norm_gain(self.info.name, self._model)
-        return EncoderHead(self.head_matrix(), gain, eps)
-
-    def head_matrix(self) -> Float[np.ndarray, "v d"]:
-        """Weight of the output head in float32; the embedding where the two are tied."""
-        checkpoint = self._checkpoint
-        key = next((key for key in HEAD_KEYS if key in checkpoint.tensors), None)
-        if key is None or checkpoint.config.tie_word_embeddings:
-            embedding = self._model.get_input_embeddings().weight
-            own = next(name for name, parameter in self._model.named_parameters() if parameter is embedding)
-            key = next((key for key in checkpoint.tensors if bare_name(key) == own), None)
-        if key is None:
-            raise EncoderError(f"encoder {self.info.name!r} has no output head under a known name; use head=trained")
-        checkpoint.fetch([key])
-        weight = checkpoint.tensors[key][...].float().numpy()
-        if weight.shape != (self.info.vocab_size, self.info.hidden_dim):
-            raise EncoderError(
-                f"encoder {self.info.name!r}: its head {key} is {weight.shape}, not "
-                f"{(self.info.vocab_size, self.info.hidden_dim)}; use head=trained"
-            )
-        return weight
-
-    def head_bias(self) -> Float[np.ndarray, " v"] | None:
-        """Bias of the output head, which few models have."""
-        if "lm_head.bias" not in self._checkpoint.tensors:
-            return None
-        self._checkpoint.fetch(["lm_head.bias"])
-        return self._checkpoint.tensors["lm_head.bias"][...].float().numpy()
 
     @property
     def config(self) -> PretrainedConfig:
         """The full text model's config."""
-        return self._checkpoint.config
+        return self.checkpoint.config
 
     def weights_digest(self, num_layers: int) -> str:
         """What info.identity["weights"] of an encoder cut after num_layers would be, in the same dtype."""
@@ -168,6 +129,8 @@ def load_encoder(
     layer: int = -3,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
+    memory: float | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
@@ -176,15 +139,27 @@ def load_encoder(
 
     name: a Hugging Face id, a folder, a .gguf of SmolLM2, "smollm2", "tiny-qwen3_5", "tiny-qwen3_5_moe" or "tiny-llama".
     layer: index into transformers' `hidden_states`, negative from the end.
-    dtype: "auto" is bfloat16 on CUDA and float32 on the CPU.
+    device: "auto", "cpu", "cuda", "cuda:1", or "spread" over all GPUs and the CPU's memory.
+    dtype: of the arithmetic; "auto" is bfloat16 on CUDA and float32 on the CPU.
+    weights: "auto" keeps them in that dtype, "int8" and "nf4" pack the large matrices (weights_port/quantized.py).
+    memory: GB of each GPU that "spread" may fill with weights.
     """
-    target = resolve_device(device)
+    placement = resolve_placement(device, memory)
     checkpoint = open_checkpoint(name, revision=revision, trust_remote_code=trust_remote_code, cache_dir=cache_dir)
-    return encoder_from(checkpoint, layer=layer, device=target, dtype=resolve_dtype(dtype, target))
+    dtype = resolve_dtype(dtype, placement.device)
+    return encoder_from(checkpoint, layer=layer, placement=placement, dtype=dtype, weights=weights)
 
 
-def encoder_from(checkpoint: Checkpoint, *, layer: int, device: torch.device, dtype: torch.dtype) -> HiddenStateEncoder:
+def encoder_from(
+    checkpoint: Checkpoint, *, layer: int, placement: Placement, dtype: torch.dtype, weights: str = "auto"
+) -> HiddenStateEncoder:
     """Build the lower layers of a checkpoint that is already open."""
+    if weights not in WEIGHTS:
+        raise EncoderError(f"encoder_weights={weights!r} is unknown; use {', '.join(WEIGHTS)}")
+    if weights != "auto" and placement.spread:
+        raise EncoderError(
+            f"encoder_weights={weights} cannot be spread over devices; use encoder_device=cuda, or auto weights"
+        )
     num_layers = checkpoint.config.num_hidden_layers
     index = layer if layer >= 0 else num_layers + 1 + layer
     if not 0 <= index <= num_layers:
@@ -192,7 +167,9 @@ def encoder_from(checkpoint: Checkpoint, *, layer: int, device: torch.device, dt
             f"encoder_layer={layer} does not exist: {checkpoint.name!r} has {num_layers} layers, so use 0 (the embedding) to "
             f"{num_layers}, or -1 to {-num_layers - 1}"
         )
-    model = load_strict(checkpoint, max(index, 1), device, dtype)
+    model = load_strict(checkpoint, max(index, 1), placement, dtype, weights)
+    if placement.device.type == "cuda" and (notice := missing_kernels(checkpoint.config, max(index, 1))):
+        print(notice, file=sys.stderr, flush=True)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     used = _largest_token(checkpoint.tokenizer_json)
     if max(used, checkpoint.eos_id) >= vocab_size:
@@ -208,6 +185,8 @@ def encoder_from(checkpoint: Checkpoint, *, layer: int, device: torch.device, dt
         "layer": str(index),
         "dtype": str(dtype).removeprefix("torch."),
     }
+    if weights != "auto":
+        identity["packed"] = weights
     info = EncoderInfo(
         name=checkpoint.name,
         hidden_dim=checkpoint.config.hidden_size,
@@ -218,22 +197,7 @@ def encoder_from(checkpoint: Checkpoint, *, layer: int, device: torch.device, dt
         num_layers=num_layers,
         identity=identity,
     )
-    return HiddenStateEncoder(model, checkpoint, info, device)
-
-
-def resolve_device(device: str) -> torch.device:
-    """ "auto" is CUDA where there is one."""
-    import torch
-
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise EncoderError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise EncoderError(f"device={device!r}: PyTorch {torch.__version__} sees no GPU here; use device=cpu or auto")
-    return target
+    return HiddenStateEncoder(model, checkpoint, info, placement.device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -23,7 +23,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from jdllm.config import Config, ConfigError
@@ -41,7 +40,7 @@ STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is kn
 MAY_CHANGE = (
     "training.steps", "training.minutes", "training.log_every", "training.sample_every", "training.checkpoint_every",
     "training.keep_checkpoints", "training.wandb", "feed.cache_dir", "feed.prefetch", "feed.encoder_device",
-    "feed.encoder_batch_tokens", "sampling",
+    "feed.encoder_memory", "feed.encoder_batch_tokens", "sampling",
 )  # fmt: skip
 # The encoder's own values replace these, so the ones in a fresh config say nothing.
 RESOLVED = ("model.hidden_dim", "model.vocab_size")
@@ -195,9 +194,9 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
     (run_dir / "tokenizer.json").write_text(encoder.tokenizer_json)
     if config.model.head == "encoder":
         from jdllm.training.run import save_frozen
+        from weights_port.head import folded_head
 
-        head = encoder.head_weight()
-        save_frozen(run_dir, (head.norm_weight[:, None] * head.weight.T).astype(ml_dtypes.bfloat16))
+        save_frozen(run_dir, folded_head(encoder.checkpoint))
     stored = slice(0, STORED_VALID_WINDOWS)
     np.savez_compressed(run_dir / "valid_windows.npz", ids=valid.ids[stored], lengths=valid.lengths[stored])
     caches = {
@@ -269,7 +268,8 @@ def load(config: Config) -> HiddenStateEncoder:
     say(f"encoder: loading {config.encoder}")
     feed = config.feed
     return load_encoder(
-        config.encoder, layer=feed.layer, device=feed.encoder_device, dtype=feed.encoder_dtype, revision=feed.revision,
+        config.encoder, layer=feed.layer, device=feed.encoder_device, dtype=feed.encoder_dtype,
+        weights=feed.encoder_weights, memory=feed.encoder_memory, revision=feed.revision,
         trust_remote_code=feed.trust_remote_code,
     )  # fmt: skip
 

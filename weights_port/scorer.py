@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from weights_port.checkpoints import EncoderError
 from weights_port.encoder import EncoderInfo, check_length, load_encoder
+from weights_port.head import head_bias, head_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +44,9 @@ class Scorer:
         self.identity: str = self.info.name
         """Name of the model, to be put beside the figures and compared with the encoder's."""
         self.tokenizer = tokenizers.Tokenizer.from_str(self._encoder.tokenizer_json)
-        bias = self._encoder.head_bias()
+        bias = head_bias(self._encoder.checkpoint)
         self._bias = 0.0 if bias is None else torch.from_numpy(bias).to(self._encoder.device)
-        self._head = torch.from_numpy(self._encoder.head_matrix()).to(self._encoder.device)
+        self._head = torch.from_numpy(head_matrix(self._encoder.checkpoint)).to(self._encoder.device)
 
     def perplexity(self, texts: Sequence[str]) -> float:
         """Perplexity of the corpus under the scorer's own tokens; texts of fewer than two tokens count for nothing."""
