@@ -33,6 +33,8 @@ ROPE_BASE = 10_000.0
 TIME_FEATURES = 256
 TIME_SCALE = 1000.0
 HEAD_CHUNK = 8192
+LOGITS_AT_ONCE = 2**26
+"""As in jdllm/kernels/cross_entropy.py: all logits of few positions at once, of many in chunks of the vocabulary."""
 BATCH = 256
 """Sequences generated at once; more are generated in turn."""
 SAMPLERS = ("ddim", "sde", "early_stop")
@@ -261,9 +263,10 @@ class TokenDecoder(nn.Module):
         """The most likely token of each position, chunk by chunk of the vocabulary; the lowest id wins a tie."""
         states = self.states(hidden)
         flat, high, best = states.flatten(0, 1), None, None
-        for index, weight in enumerate(self.head.weight.split(HEAD_CHUNK)):
+        chunk = max(HEAD_CHUNK, LOGITS_AT_ONCE // len(flat))
+        for index, weight in enumerate(self.head.weight.split(chunk)):
             top, token = head_logits(flat, weight).max(-1)
-            token = token + index * HEAD_CHUNK
+            token = token + index * chunk
             best = token if best is None else torch.where(top > high, token, best)
             high = top if high is None else torch.maximum(top, high)
         return best.unflatten(0, states.shape[:2])
