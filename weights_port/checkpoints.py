@@ -222,7 +222,11 @@ def _weight_map(name: str, folder: Path, locate: Callable[[str], Path]) -> dict[
     """Which file holds which tensor.  Only safetensors: pickles are refused."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text())["weight_map"]
+        pickles = sorted({file for file in weight_map.values() if not file.endswith(".safetensors")})
+        if pickles:
+            raise EncoderError(f"encoder={name!r}: its index names pickled files ({', '.join(pickles[:3])}). {_PICKLE}")
+        return weight_map
     try:
         whole = locate("model.safetensors")
     except EncoderError as error:

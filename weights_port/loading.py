@@ -29,7 +29,7 @@ _OTHER_PARTS = ("visual.", "vision_", "mtp.", "audio_", "multi_modal_projector."
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 """What base models call the norm behind their last block."""
 # Elements looked at together: sums and comparisons of a whole embedding would need several times its memory.
-_CHUNK = 2**24
+_CHUNK = 2**22
 
 
 def needed_keys(keys: Iterable[str], num_layers: int, total_layers: int) -> list[str]:
