@@ -1,4 +1,4 @@
-"""`jdllm train | generate | eval | quantize | export | import`: the commands, their options, and what is said when something is wrong.
+"""`jdllm train | plan | generate | eval | quantize | export | import`: the commands, their options, and what is said when something is wrong.
 
 A command is a frozen dataclass; tyro makes its options and help from the fields and the docstrings under them, and every
 field of `Config` is an option of `train`.  Nothing heavy is imported before a command runs, so help is quick, and
@@ -42,8 +42,22 @@ class Train:
     """Name of the run, a folder in --runs-dir; by default the name of the preset."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
+    distributed: bool = False
+    """One of several processes that train together; JAX asks the cluster (SLURM, Open MPI, Kubernetes) for the others.
+    All of them need the same folders for runs and caches."""
+    coordinator: str | None = None
+    """Without such a cluster: host:port of process 0, the same for all."""
+    num_processes: int | None = None
+    """Number of processes, with --coordinator."""
+    process_id: int | None = None
+    """Number of this process from 0, with --coordinator.  Several on one host share its cards by CUDA_VISIBLE_DEVICES."""
 
     def __call__(self) -> int:
+        given = (self.coordinator, self.num_processes, self.process_id)
+        if self.distributed or any(value is not None for value in given):
+            from jdllm.training.processes import join
+
+            join(*given)
         from weights_port.pipeline import run
 
         return run(self.config, self.runs_dir / (self.name or self.config.preset))
@@ -69,6 +83,8 @@ class Generate:
     """Scale of the initial noise; below 1 is safer and more alike."""
     grid: Literal["u", "tau"] | None = None
     """Steps uniform in the trained warp u of time, or in time tau itself."""
+    implementation: Literal["auto", "xla", "triton"] = "auto"
+    """Of the denoising loop: compiled by XLA, one fused launch of our own, or the faster of the two where that was measured."""
     checkpoint: int | None = None
     """Step of the checkpoint to use; by default the newest."""
     jsonl: bool = False
@@ -92,8 +108,9 @@ class Generate:
         from jdllm.generation.show import generate
 
         return generate(
-            self.run, checkpoint=self.checkpoint, seed=self.seed, options=options, jsonl=self.jsonl, watch=self.watch
-        )
+            self.run, checkpoint=self.checkpoint, implementation=self.implementation, seed=self.seed, options=options,
+            jsonl=self.jsonl, watch=self.watch,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +227,40 @@ class Quantize:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Say whether a training run fits on a device, part by part, and which switches to turn if it does not.
+
+    --preset is read first; any other option of `jdllm train` changes one field of it.  Nothing is loaded or run.
+    """
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    device_memory: float = 32.0
+    """Memory of one device in GB (10^9 bytes)."""
+    devices: int | None = None
+    """Devices that share a batch; by default as many as weights are sharded over, training.fsdp."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """Kind of device; attention is fused on a GPU, so it keeps less."""
+    tokens: int | None = None
+    """Tokens of text, for the size of the cache on the disk; by default feed.max_tokens."""
+    compile: bool = False
+    """Also compile step and probe for the devices at hand, and give XLA's own account: exact there, minutes for large presets."""
+    json: bool = False
+    """JSON, sizes in bytes, instead of a table."""
+
+    def __call__(self) -> int:
+        from jdllm.training.plan import make_plan, show, with_xla
+
+        plan = make_plan(self.config, self.device_memory, device=self.device, devices=self.devices)
+        print(show(with_xla(plan) if self.compile else plan, tokens=self.tokens, json=self.json), end="")
+        return 0 if plan.fitting is not None else 2
+
+
 COMMANDS = {
-    "train": Train, "generate": Generate, "eval": Eval, "quantize": Quantize, "export": Export, "import": Import,
+    "train": Train, "plan": Plan, "generate": Generate, "eval": Eval, "quantize": Quantize, "export": Export, "import": Import,
 }  # fmt: skip
-Command = Train | Generate | Eval | Quantize | Export | Import
+Command = Train | Plan | Generate | Eval | Quantize | Export | Import
 
 
 def step_list(text: str) -> tuple[int, ...]:
@@ -256,12 +303,14 @@ def parse(arguments: Sequence[str], *, prog: str = "jdllm", command: str | None 
     SystemExit with code 2 and an explanation on stderr when they do not fit, ConfigError on an unknown preset.
     """
     chosen = command or (arguments[0] if arguments else None)
-    default = Train(config=preset(preset_name(arguments) if chosen == "train" else DEFAULT_PRESET))
+    config = preset(preset_name(arguments) if chosen in ("train", "plan") else DEFAULT_PRESET)
     if command == "train":
-        return tyro.cli(Train, default=default, args=arguments, prog=prog)
-    commands = Annotated[Train, tyro.conf.subcommand("train", default=default)]
+        return tyro.cli(Train, default=Train(config=config), args=arguments, prog=prog)
+    commands = Annotated[Train, tyro.conf.subcommand("train", default=Train(config=config))]
     for name, cls in COMMANDS.items():
-        if name != "train":
+        if name == "plan":
+            commands = commands | Annotated[cls, tyro.conf.subcommand(name, default=Plan(config=config))]
+        elif name != "train":
             commands = commands | Annotated[cls, tyro.conf.subcommand(name)]
     description = (
         "Latent diffusion language models: train one on a frozen model's hidden states, write text, measure it."

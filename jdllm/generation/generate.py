@@ -10,7 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
+from jdllm.kernels import fused, op
 from jdllm.kernels.cross_entropy import most_likely_tokens
+from jdllm.kernels.quantize import quantized_weights
+from jdllm.kernels.tables import StepTables, step_tables
+from jdllm.kernels.tiling import Tiling, tiling
 from jdllm.model.ldlm import LDLM, Model, Params
 from jdllm.model.standardize import LatentStats, standardize
 
@@ -75,6 +79,95 @@ def generate(
         temperature=temperature,
     )
     return latents_to_tokens(module, z, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampler", "dtype", "tiling", "launch"))
+def generate_fused(
+    model: Model,
+    params: Params,
+    frozen: Params,
+    weights: fused.FusedWeights,
+    tables: StepTables,
+    key: Array,
+    temperature: float,
+    *,
+    sampler: str,
+    dtype: str,
+    tiling: Tiling,
+    launch: fused.Launch,
+) -> Int[Array, "num t"]:
+    """The same with the denoising loop as one launch; `weights` and `tables` hold what does not depend on the noise."""
+    z = fused.denoise_fused(
+        weights,
+        tables,
+        key,
+        temperature,
+        model.config.model,
+        tiling=tiling,
+        launch=launch,
+        sampler=sampler,
+        dtype=dtype,
+    )
+    return latents_to_tokens(model.merge(params, frozen), z, jnp.dtype(dtype))
+
+
+_fused_weights = jax.jit(fused.fused_weights, static_argnames=("tiling", "dtype"))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampler"))
+def _fused_tables(model: Model, params: Params, frozen: Params, times: Array, *, sampler: str) -> StepTables:
+    modulation = model.merge(params, frozen).denoiser.modulation(times[:-1])
+    schedule = TangentSchedule(model.config.diffusion.schedule_d)
+    return step_tables(params["denoiser"], modulation, times, schedule, sampler)
+
+
+PROGRAM_STEPS = 128
+"""The plain loop is compiled for multiples of this many steps, so that trying step counts costs no compilation."""
+
+
+class Program:
+    """`num` windows of tokens in `steps` steps by one implementation; what does not depend on the noise is done here.
+
+    `edges` is the timestep warp; `implementation` is `auto` or one of op.IMPLEMENTATIONS.  ConfigError when that one cannot
+    run here.  Calling it does not wait for the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        frozen: Params,
+        edges: Float[Array, " n+1"],
+        *,
+        num: int,
+        steps: int,
+        sampler: str = "ddim",
+        grid: str = "u",
+        guided: bool = False,
+        dtype: str,
+        implementation: str = "auto",
+    ):
+        shapes, weights = model.config.model, quantized_weights(params)
+        self.choice = op.choose(implementation, shapes, num=num, guided=guided, dtype=dtype, weights=weights)
+        times = samplers.time_grid(edges, steps, grid=grid, sampler=sampler)
+        if self.choice.implementation == "triton":
+            cut = tiling(shapes, num, op.programs())
+            packed = _fused_weights(params["denoiser"], tiling=cut, dtype=dtype)
+            tables = _fused_tables(model, params, frozen, times, sampler=sampler)
+            options = {"sampler": sampler, "dtype": dtype, "tiling": cut, "launch": op.launch_options()}
+            self._call = lambda key, temperature, guidance: generate_fused(
+                model, params, frozen, packed, tables, key, temperature, **options
+            )
+        else:
+            times = jnp.pad(times, (0, -len(times) % PROGRAM_STEPS))
+            options = {"num": num, "sampler": sampler, "guided": guided, "dtype": dtype}
+            self._call = lambda key, temperature, guidance: generate(
+                model, params, frozen, key, times, steps, temperature, guidance, **options
+            )
+
+    def __call__(self, key: Array, temperature: float = 1.0, guidance: float = 0.0) -> Int[Array, "num t"]:
+        """Tokens of the noise that `key` draws; `guidance` is read where the program is guided."""
+        return self._call(key, temperature, guidance)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "dtype", "guided"))

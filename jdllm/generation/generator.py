@@ -26,10 +26,8 @@ from jdllm.model.standardize import LatentStats
 OnStep = Callable[[int, int, Int[np.ndarray, "n t"]], None]
 BATCH = 256
 """Sequences generated in one program; more are generated in several calls, so that memory does not grow with `num`."""
-
-
-PROGRAM_STEPS = 128
-"""Programs are compiled for multiples of this many steps, so that trying step counts costs no compilation."""
+PROGRAMS = 4
+"""Programs kept; a fused one holds a packed copy of the denoiser."""
 
 
 @dataclasses.dataclass
@@ -50,8 +48,11 @@ class Generator:
     dtype: str = "float32"
     step: int = 0
     """Optimiser steps behind these weights."""
+    implementation: str = "auto"
+    """Of the denoising loop: `auto` or one of kernels.op.IMPLEMENTATIONS."""
 
     def __post_init__(self) -> None:
+        self._programs: dict[tuple, generate.Program] = {}
         self.model = Model(self.config)
         self.params = cast(self.params, self.dtype)
 
@@ -83,17 +84,28 @@ class Generator:
         key = jax.random.key(seed)
         if on_step is not None:
             return self._watched(key, s, on_step)
-        times = samplers.time_grid(self.edges, s.steps, grid=s.grid, sampler=s.sampler)
-        times = jnp.pad(times, (0, -len(times) % PROGRAM_STEPS))
         done = []
         for index, first in enumerate(range(0, s.num, BATCH)):
-            tokens = generate.generate(
-                self.model, self.params, self.frozen, jax.random.fold_in(key, index), times, s.steps,
-                s.temperature, s.guidance,
-                num=min(BATCH, s.num - first), sampler=s.sampler, guided=s.guidance != 0.0, dtype=self.dtype,
-            )  # fmt: skip
-            done.append(tokens)
+            program = self.program(s, min(BATCH, s.num - first))
+            done.append(program(jax.random.fold_in(key, index), s.temperature, s.guidance))
         return np.concatenate([np.asarray(tokens) for tokens in done])
+
+    def program(self, s: SamplingConfig, num: int) -> generate.Program:
+        """The program for `num` sequences at once; those of the last few settings are kept."""
+        wanted = (num, s.steps, s.sampler, s.grid, s.guidance != 0.0, self.implementation)
+        if wanted not in self._programs:
+            while len(self._programs) >= PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[wanted] = generate.Program(
+                self.model, self.params, self.frozen, self.edges, num=num, steps=s.steps, sampler=s.sampler,
+                grid=s.grid, guided=s.guidance != 0.0, dtype=self.dtype, implementation=self.implementation,
+            )  # fmt: skip
+        return self._programs[wanted]
+
+    def taken(self) -> str:
+        """Which implementation generated last, and why."""
+        choice = list(self._programs.values())[-1].choice
+        return f"{choice.implementation} ({choice.reason})"
 
     def generate(self, *, seed: int = 0, on_step: OnStep | None = None, **options: Any) -> list[str]:
         """Texts, each up to its first end-of-sequence token; see `generate_tokens`."""

@@ -28,12 +28,20 @@ LEAST_SECONDS_A_STEP = 0.12  # a GPU is done with ten steps before an eye has re
 
 
 def generate(
-    run: Path, *, checkpoint: int | None, seed: int, options: Mapping[str, Any], jsonl: bool, watch: bool
+    run: Path,
+    *,
+    checkpoint: int | None,
+    implementation: str = "auto",
+    seed: int,
+    options: Mapping[str, Any],
+    jsonl: bool,
+    watch: bool,
 ) -> int:
     """Load a run, generate with `options` (names of `Generator.generate_tokens`), print; returns the exit code."""
     import jdllm
 
     generator = jdllm.load(run, checkpoint=checkpoint)
+    generator.implementation = implementation
     if watch:
         with Watch(generator.tokenizer, generator.eos_id) as view:
             tokens = generator.generate_tokens(seed=seed, on_step=view, **options)
@@ -45,7 +53,7 @@ def generate(
             start = time.perf_counter()
             tokens = generator.generate_tokens(seed=seed, **options)
             warm = time.perf_counter() - start
-        say(timing(tokens, first, warm))
+        say(f"{timing(tokens, first, warm)}; {generator.taken()}")
     texts = generator.decode(tokens)
     write(texts, tokens, generator.eos_id, seed, jsonl=jsonl)
     return 0

@@ -1,0 +1,463 @@
+"""The denoising loop as one persistent launch: all steps, all blocks, from noise to the last estimate.
+
+At batch 1 a step streams the weights of every block past a few dozen rows, so bytes decide.  As separate kernels each
+product starts with an idle memory and ends with a tail; here one program per multiprocessor stays for the whole loop.  A
+step is a row of phases, and all programs wait for each other in between (`_everyone`):
+
+    input   x = [state, estimate] W                          split along k
+    qkv     (x c) W / rms(x) + bias                          per block, from here
+    out     x += gate * attention(qkv) W                     split by heads, attention recomputed by every tile of columns
+    up      gelu((x c) W / rms(x) + bias)
+    down    x += gate * (up W + bias)                        split along k
+    output  estimate = (x c) W / rms(x), then the sampler's update    split along k
+
+Who adds to the residual stream x (float32) also writes what the next product reads: x times that norm's column factor, and
+the sum of squares of its columns.  So no product has a normalisation in its loop, and rms(x) is one factor at its end.
+Where a product is split, partial sums go to memory, and once all parts of a tile are there (`_tile_done`) programs add up a
+few columns each, always in the same order: results do not depend on who was first.
+
+Before a program waits, it asks for its share of the next phase's weights (`_ask_for`), so that memory goes on working.
+Nothing here is specific to a GPU generation; the bulk prefetch needs sm_90 or later.  With one program, and without
+prefetch, the same source runs in Triton's interpreter on a CPU, which is how CI tests it (tests/kernels/test_triton.py).
+Left out: guidance (two evaluations a step), the latent decoder and the token decoder.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EPSILON = tl.constexpr(1e-6)
+PREFETCH_BYTES = tl.constexpr(4096)
+
+
+# Waiting
+
+
+@triton.jit
+def _signal(counter):
+    """Everything this program has written is visible to whoever sees the counter move."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def _wait(counter, target):
+    while tl.atomic_add(counter, 0, sem="acquire") < target:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _everyone(counter, phase, PROGRAMS: tl.constexpr):
+    """Wait until all programs have finished `phase` phases."""
+    _signal(counter)
+    _wait(counter, phase * PROGRAMS)
+
+
+@triton.jit
+def _ask_for(base, elements, pid, PROGRAMS: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr):
+    """Request this program's share of `elements` weights into L2; returns at once."""
+    if PREFETCH:
+        size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+        share = (elements * size + PROGRAMS - 1) // PROGRAMS
+        share = (share + PREFETCH_BYTES - 1) // PREFETCH_BYTES * PREFETCH_BYTES
+        first = pid.to(tl.int64) * share
+        last = tl.minimum(first + share, elements * size) - PREFETCH_BYTES
+        lane = tl.arange(0, LANES).to(tl.int64) * PREFETCH_BYTES
+        for start in range(0, share, LANES * PREFETCH_BYTES):
+            at = tl.maximum(tl.minimum(first + start + lane, last), 0)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;", "=r,l",
+                [base.to(tl.int64) + at], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+# Products
+
+
+@triton.jit
+def _product(
+    acc, a, a_stride, w, row0, first_k, last_k, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """acc + a[row0:, first_k:last_k] @ w[first_k:last_k], where w is one packed tile."""
+    rows = row0 + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    for k in tl.range(first_k, last_k, BLOCK_K, num_stages=STAGES):
+        x = tl.load(a + rows[:, None] * a_stride + (k + inner)[None, :], mask=(rows < ROWS)[:, None], other=0.0)
+        y = tl.load(w + (k + inner)[:, None] * BLOCK_N + columns[None, :])
+        acc = tl.dot(x, y.to(x.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _inverse_rms(squares, row0, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, REDUCE_N: tl.constexpr):
+    """1 / rms of the rows of the residual stream, from the sums of squares that its writers left."""
+    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
+    rows = row0 + tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, parts, 16):
+        part = first + tl.arange(0, 16)
+        mask = (part < parts)[:, None] & (rows < ROWS)[None, :]
+        total += tl.sum(tl.load(squares + part[:, None] * ROWS + rows[None, :], mask=mask, other=0.0), axis=0)
+    return tl.rsqrt(total / D + EPSILON)
+
+
+@triton.jit
+def _scaled(acc, scale, index, N: tl.constexpr, BLOCK_N: tl.constexpr, QUANTISED: tl.constexpr):
+    """Quantised weights have one scale per column, applied to the finished sum."""
+    if QUANTISED:
+        columns = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = acc * tl.load(scale + columns, mask=columns < N, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def _normed_product(
+    target, a, w, scale, bias, squares, pid,
+    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, GELU: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, REDUCE_N: tl.constexpr,
+    STAGES: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """target = act(a @ w / rms(x) + bias), where a is x times the norm's factor."""
+    row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for item in range(pid, row_tiles * tiles, PROGRAMS):
+        row0, tile = (item % row_tiles) * BLOCK_M, item // row_tiles
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = _product(acc, a, D, w + tile * D * BLOCK_N, row0, 0, D, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+        acc = _scaled(acc, scale, tile, N, BLOCK_N, QUANTISED)
+        rows, columns = row0 + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < N
+        y = acc * _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)[:, None]
+        y += tl.load(bias + columns, mask=inside, other=0.0)[None, :]
+        if GELU:  # tanh approximation, as jax.nn.gelu; 0.5 (1 + tanh(u)) = sigmoid(2u)
+            y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+        mask = (rows < ROWS)[:, None] & inside[None, :]
+        tl.store(target + rows[:, None] * N + columns[None, :], y.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _split_product(
+    partial, done, a, w, scale, pid,
+    ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """partial[split] = a @ w over that part of k; done[tile] counts the parts that are there."""
+    row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for item in range(pid, row_tiles * tiles * SPLIT, PROGRAMS):
+        split, cell = item % SPLIT, item // SPLIT
+        row0, tile = (cell % row_tiles) * BLOCK_M, cell // row_tiles
+        first = split * (K // SPLIT)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = _product(
+            acc, a, K, w + tile * K * BLOCK_N, row0, first, first + K // SPLIT, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+        )
+        acc = _scaled(acc, scale, tile, N, BLOCK_N, QUANTISED)
+        _store_partial(partial, acc, split, row0, tile, ROWS, N, BLOCK_M, BLOCK_N)
+        _signal(done + cell)
+
+
+@triton.jit
+def _store_partial(
+    partial, acc, split, row0, tile, ROWS: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    rows, columns = row0 + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < ROWS)[:, None] & (columns < N)[None, :]
+    tl.store(partial + (split * ROWS + rows)[:, None] * N + columns[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _sum_of_partials(partial, rows, columns, mask, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr):
+    at = partial + rows[:, None] * D + columns[None, :]
+    total = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLIT):
+        total += tl.load(at + split * ROWS * D, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _add_to_stream(
+    x, a, squares, partial, done, turn, gate, bias, factor, pid,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, REDUCE_N: tl.constexpr,
+):  # fmt: skip
+    """x = sum (KIND 0), x += gate * sum (1) or x += gate * (sum + bias) (2), with what the next product needs."""
+    row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
+    for item in range(pid, row_tiles * parts, PROGRAMS):
+        # parts of one tile follow each other, as the items of the product do
+        inner: tl.constexpr = BLOCK_N // REDUCE_N
+        cell, part = _cell_and_part(item, row_tiles, inner)
+        if part < parts:
+            _wait(done + cell, turn * SPLIT)
+            row0 = (cell % row_tiles) * BLOCK_M
+            rows, columns = row0 + tl.arange(0, BLOCK_M), part * REDUCE_N + tl.arange(0, REDUCE_N)
+            inside = columns < D
+            mask = (rows < ROWS)[:, None] & inside[None, :]
+            value = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT)
+            at = rows[:, None] * D + columns[None, :]
+            if KIND == 2:
+                value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if KIND != 0:
+                value = (
+                    tl.load(x + at, mask=mask, other=0.0)
+                    + value * tl.load(gate + columns, mask=inside, other=0.0)[None, :]
+                )
+            tl.store(x + at, value, mask=mask)
+            scaled = value * tl.load(factor + columns, mask=inside, other=0.0)[None, :]
+            tl.store(a + at, scaled.to(a.dtype.element_ty), mask=mask)
+            tl.store(squares + part * ROWS + rows, tl.sum(value * value, axis=1), mask=rows < ROWS)
+
+
+@triton.jit
+def _cell_and_part(item, row_tiles, inner):
+    """Item -> (tile of columns and rows, piece of the columns): pieces fastest, then rows, then columns."""
+    cell = item // inner
+    return cell, (cell // row_tiles) * inner + item % inner
+
+
+@triton.jit
+def _update_state(
+    estimate, z, pair, squares, partial, done, turn, noise, update, pid,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, FRESH_NOISE: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, REDUCE_N: tl.constexpr,
+):  # fmt: skip
+    """estimate = sum / rms(x); z = update @ (z, estimate, noise); pair = [z, estimate] for the next step's input."""
+    row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
+    for item in range(pid, row_tiles * parts, PROGRAMS):
+        inner: tl.constexpr = BLOCK_N // REDUCE_N
+        cell, part = _cell_and_part(item, row_tiles, inner)
+        if part < parts:
+            _wait(done + cell, turn * SPLIT)
+            row0 = (cell % row_tiles) * BLOCK_M
+            rows, columns = row0 + tl.arange(0, BLOCK_M), part * REDUCE_N + tl.arange(0, REDUCE_N)
+            mask = (rows < ROWS)[:, None] & (columns < D)[None, :]
+            x0 = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT)
+            x0 = x0 * _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)[:, None]
+            at = rows[:, None] * D + columns[None, :]
+            state = tl.load(update) * tl.load(z + at, mask=mask, other=0.0) + tl.load(update + 1) * x0
+            if FRESH_NOISE:
+                state += tl.load(update + 2) * tl.load(noise + at, mask=mask, other=0.0)
+            tl.store(estimate + at, x0, mask=mask)
+            tl.store(z + at, state, mask=mask)
+            both = rows[:, None] * (2 * D) + columns[None, :]
+            tl.store(pair + both, state.to(pair.dtype.element_ty), mask=mask)
+            tl.store(pair + both + D, x0.to(pair.dtype.element_ty), mask=mask)
+
+
+# Attention
+
+
+@triton.jit
+def _rotated(
+    qkv, rows, gain, cos, sin, offset, scale,
+    ROWS: tl.constexpr, LATENTS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Both halves of normalised, rotated queries or keys of one head, times `scale`."""
+    half: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, half)
+    mask = (rows < ROWS)[:, None]
+    at = qkv + rows[:, None] * (3 * D) + offset + i[None, :]
+    low, high = (
+        tl.load(at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + half, mask=mask, other=0.0).to(tl.float32),
+    )
+    inverse = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM + EPSILON) * scale
+    low = low * inverse[:, None] * tl.load(gain + i).to(tl.float32)[None, :]
+    high = high * inverse[:, None] * tl.load(gain + half + i).to(tl.float32)[None, :]
+    turn = (rows % LATENTS)[:, None] * half + i[None, :]
+    c, s = tl.load(cos + turn), tl.load(sin + turn)
+    kind = qkv.dtype.element_ty
+    return (low * c - high * s).to(kind), (low * s + high * c).to(kind)
+
+
+@triton.jit
+def _attend(
+    qkv, head, q_gain, k_gain, cos, sin, row0,
+    ROWS: tl.constexpr, LATENTS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Attention of one head for BLOCK_M rows, each within its own sequence of LATENTS rows; softmax accumulated online."""
+    rows = row0 + tl.arange(0, BLOCK_M)
+    offset = head * HEAD_DIM
+    q_low, q_high = _rotated(
+        qkv, rows, q_gain, cos, sin, offset, HEAD_DIM**-0.5 * 1.4426950408889634, ROWS, LATENTS, D, HEAD_DIM
+    )
+    high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    sequence = rows // LATENTS
+    first = row0 // LATENTS * LATENTS
+    last = tl.minimum(((row0 + BLOCK_M - 1) // LATENTS + 1) * LATENTS, ROWS)
+    for key0 in tl.range(first, last, BLOCK_KEYS, num_stages=1):
+        keys = key0 + tl.arange(0, BLOCK_KEYS)
+        k_low, k_high = _rotated(qkv, keys, k_gain, cos, sin, D + offset, 1.0, ROWS, LATENTS, D, HEAD_DIM)
+        scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+        seen = (keys < last)[None, :] & ((keys // LATENTS)[None, :] == sequence[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_high = tl.maximum(high, tl.max(scores, axis=1))
+        safe = tl.where(new_high == float("-inf"), 0.0, new_high)
+        weights, shrink = tl.exp2(scores - safe[:, None]), tl.exp2(high - safe)
+        total = total * shrink + tl.sum(weights, axis=1)
+        values = tl.load(
+            qkv + keys[:, None] * (3 * D) + 2 * D + offset + tl.arange(0, HEAD_DIM)[None, :],
+            mask=(keys < ROWS)[:, None], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        high = new_high
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _attention_product(
+    partial, done, qkv, w, scale, q_gain, k_gain, cos, sin, pid,
+    ROWS: tl.constexpr, LATENTS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """partial[split] = attention of that part of the heads @ their rows of w."""
+    row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    heads: tl.constexpr = D // HEAD_DIM // SPLIT
+    for item in range(pid, row_tiles * tiles * SPLIT, PROGRAMS):
+        split, cell = item % SPLIT, item // SPLIT
+        row0, tile = (cell % row_tiles) * BLOCK_M, cell // row_tiles
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.range(heads, num_stages=1):
+            head = split * heads + i
+            inner = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
+            y = tl.load(w + (tile * D + inner)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :])
+            mixed = _attend(qkv, head, q_gain, k_gain, cos, sin, row0, ROWS, LATENTS, D, HEAD_DIM, BLOCK_M, BLOCK_KEYS)
+            kind = qkv.dtype.element_ty
+            acc = tl.dot(mixed.to(kind), y.to(kind), acc, input_precision="ieee")
+        acc = _scaled(acc, scale, tile, D, BLOCK_N, QUANTISED)
+        _store_partial(partial, acc, split, row0, tile, ROWS, D, BLOCK_M, BLOCK_N)
+        _signal(done + cell)
+
+
+# The loop
+
+
+@triton.jit
+def denoise_loop(
+    w_input, w_qkv, w_out, w_up, w_down, w_output,
+    s_input, s_qkv, s_out, s_up, s_down, s_output,
+    q_gain, k_gain, b_down, cos, sin,
+    factor, gate, bias_qkv, bias_up, update, noise, z_start, steps,
+    estimate, z, pair, x, a, squares, qkv, hidden, partial, everyone, done,
+    ROWS: tl.constexpr, LATENTS: tl.constexpr, D: tl.constexpr, FFN: tl.constexpr, DEPTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, INPUT_N: tl.constexpr, INPUT_SPLIT: tl.constexpr, QKV_N: tl.constexpr, OUT_N: tl.constexpr,
+    OUT_SPLIT: tl.constexpr, UP_N: tl.constexpr, DOWN_N: tl.constexpr, DOWN_SPLIT: tl.constexpr, OUTPUT_N: tl.constexpr,
+    OUTPUT_SPLIT: tl.constexpr, CELLS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, REDUCE_N: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
+    PREFETCH: tl.constexpr, FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """`estimate` after `steps` steps from `z_start`, both (rows, d) float32; the other outputs are scratch.
+
+    Weights are packed (packing.py) with scales (blocks, n); gains (blocks, head_dim), b_down (blocks, d); cos and sin
+    (latents, head_dim / 2); factor, gate, bias_qkv, bias_up, update as in tables.StepTables; noise (steps, rows, d).
+    `everyone` (1) and `done` (4, cells) are int32 counters that start at zero.
+    """
+    pid = tl.program_id(0)
+    norms: tl.constexpr = 2 * DEPTH + 1
+    input_size: tl.constexpr = 2 * D * ((D + INPUT_N - 1) // INPUT_N * INPUT_N)
+    qkv_size: tl.constexpr = D * ((3 * D + QKV_N - 1) // QKV_N * QKV_N)
+    out_size: tl.constexpr = D * ((D + OUT_N - 1) // OUT_N * OUT_N)
+    up_size: tl.constexpr = D * ((FFN + UP_N - 1) // UP_N * UP_N)
+    down_size: tl.constexpr = FFN * ((D + DOWN_N - 1) // DOWN_N * DOWN_N)
+    output_size: tl.constexpr = D * ((D + OUTPUT_N - 1) // OUTPUT_N * OUTPUT_N)
+    phase = 0
+
+    for start in range(pid * BLOCK_M * REDUCE_N, ROWS * D, PROGRAMS * BLOCK_M * REDUCE_N):
+        at = start + tl.arange(0, BLOCK_M * REDUCE_N)
+        state = tl.load(z_start + at, mask=at < ROWS * D, other=0.0)
+        both = (at // D) * (2 * D) + at % D
+        tl.store(z + at, state, mask=at < ROWS * D)
+        tl.store(pair + both, state.to(pair.dtype.element_ty), mask=at < ROWS * D)
+        tl.store(pair + both + D, tl.zeros_like(state).to(pair.dtype.element_ty), mask=at < ROWS * D)
+    _ask_for(w_input, input_size, pid, PROGRAMS, LANES, PREFETCH)
+    phase += 1
+    _everyone(everyone, phase, PROGRAMS)
+
+    for step in range(steps):
+        _split_product(
+            partial, done, pair, w_input, s_input, pid,
+            ROWS, 2 * D, D, INPUT_N, INPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+        )  # fmt: skip
+        _ask_for(w_qkv, qkv_size, pid, PROGRAMS, LANES, PREFETCH)
+        _add_to_stream(
+            x, a, squares, partial, done, step + 1, gate, b_down, factor + step * norms * D, pid,
+            ROWS, D, INPUT_N, INPUT_SPLIT, 0, PROGRAMS, BLOCK_M, REDUCE_N,
+        )  # fmt: skip
+        phase += 1
+        _everyone(everyone, phase, PROGRAMS)
+
+        block_qkv, block_out, block_up, block_down = w_qkv, w_out, w_up, w_down
+        for block in range(DEPTH):
+            here = step * DEPTH + block
+
+            _normed_product(
+                qkv, a, block_qkv, s_qkv + block * 3 * D, bias_qkv + here * 3 * D, squares, pid,
+                ROWS, D, 3 * D, QKV_N, False, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
+            )  # fmt: skip
+            _ask_for(block_out, out_size, pid, PROGRAMS, LANES, PREFETCH)
+            phase += 1
+            _everyone(everyone, phase, PROGRAMS)
+
+            _attention_product(
+                partial, done + CELLS, qkv, block_out, s_out + block * D, q_gain + block * HEAD_DIM,
+                k_gain + block * HEAD_DIM, cos, sin, pid,
+                ROWS, LATENTS, D, HEAD_DIM, OUT_N, OUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_KEYS, QUANTISED,
+            )  # fmt: skip
+            _ask_for(block_up, up_size, pid, PROGRAMS, LANES, PREFETCH)
+            _add_to_stream(
+                x, a, squares, partial, done + CELLS, here + 1, gate + 2 * here * D, b_down,
+                factor + (step * norms + 2 * block + 1) * D, pid,
+                ROWS, D, OUT_N, OUT_SPLIT, 1, PROGRAMS, BLOCK_M, REDUCE_N,
+            )  # fmt: skip
+            phase += 1
+            _everyone(everyone, phase, PROGRAMS)
+
+            _normed_product(
+                hidden, a, block_up, s_up + block * FFN, bias_up + here * FFN, squares, pid,
+                ROWS, D, FFN, UP_N, True, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
+            )  # fmt: skip
+            _ask_for(block_down, down_size, pid, PROGRAMS, LANES, PREFETCH)
+            phase += 1
+            _everyone(everyone, phase, PROGRAMS)
+
+            _split_product(
+                partial, done + 2 * CELLS, hidden, block_down, s_down + block * D, pid,
+                ROWS, FFN, D, DOWN_N, DOWN_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+            )  # fmt: skip
+            if block + 1 < DEPTH:
+                _ask_for(block_qkv + qkv_size, qkv_size, pid, PROGRAMS, LANES, PREFETCH)
+            else:
+                _ask_for(w_output, output_size, pid, PROGRAMS, LANES, PREFETCH)
+            _add_to_stream(
+                x, a, squares, partial, done + 2 * CELLS, here + 1, gate + (2 * here + 1) * D, b_down + block * D,
+                factor + (step * norms + 2 * block + 2) * D, pid,
+                ROWS, D, DOWN_N, DOWN_SPLIT, 2, PROGRAMS, BLOCK_M, REDUCE_N,
+            )  # fmt: skip
+            phase += 1
+            _everyone(everyone, phase, PROGRAMS)
+            block_qkv, block_out = block_qkv + qkv_size, block_out + out_size
+            block_up, block_down = block_up + up_size, block_down + down_size
+
+        _split_product(
+            partial, done + 3 * CELLS, a, w_output, s_output, pid,
+            ROWS, D, D, OUTPUT_N, OUTPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+        )  # fmt: skip
+        _ask_for(w_input, input_size, pid, PROGRAMS, LANES, PREFETCH)
+        _update_state(
+            estimate, z, pair, squares, partial, done + 3 * CELLS, step + 1, noise + step * ROWS * D, update + 3 * step,
+            pid, ROWS, D, OUTPUT_N, OUTPUT_SPLIT, FRESH_NOISE, PROGRAMS, BLOCK_M, REDUCE_N,
+        )  # fmt: skip
+        phase += 1
+        _everyone(everyone, phase, PROGRAMS)
