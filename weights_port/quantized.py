@@ -53,6 +53,7 @@ class Packed(torch.nn.Module):
 
     def right_inverse(self, weight: Float[torch.Tensor, "*s"]) -> tuple[UInt8[torch.Tensor, "*s"], torch.Tensor]:
         """Pack; the scales are float32, one for each block of the flattened weight."""
+        weight = weight.reshape(-1, BLOCK)  # with shorter rows, bitsandbytes 0.50.2 unpacks 4 bits wrongly on a CPU
         if self.kind == "int8":
             packed, state = bnb.quantize_blockwise(weight, code=levels("int8", weight.device), blocksize=BLOCK)
         else:
@@ -63,7 +64,7 @@ class Packed(torch.nn.Module):
         if self._kept is not None:
             return self._kept
         state = bnb.QuantState(
-            absmax=scales, shape=self.shape, code=levels(self.kind, packed.device), blocksize=BLOCK, dtype=self.dtype,
+            absmax=scales, shape=torch.Size((self.shape.numel() // BLOCK, BLOCK)), code=levels(self.kind, packed.device), blocksize=BLOCK, dtype=self.dtype,
             quant_type=None if self.kind == "int8" else "nf4",
         )  # fmt: skip
         unpack = bnb.dequantize_blockwise if self.kind == "int8" else bnb.dequantize_4bit
@@ -93,7 +94,7 @@ def packable(model: PreTrainedModel, name: str) -> bool:
     """Whether the parameter of that name is one of the large matrices."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if path.rpartition(".")[2] in DECIDING:
+    if path.rpartition(".")[2] in DECIDING or getattr(module, leaf).numel() % BLOCK:
         return False
     if isinstance(module, torch.nn.Linear):
         return leaf == "weight"
