@@ -10,8 +10,8 @@ of plain kernels on an H200 (4.40 -> 4.10 ms, research of 2026-11-30).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jdllm.model.ldlm import Params
 from weights_port import convert, torch_ldlm
 
 
-def twin(config: Config, params: Params, frozen: Params, dtype: torch.dtype) -> torch_ldlm.Generator:
+def twin(config: Config, params: Params, frozen: Params, dtype: str) -> torch_ldlm.Generator:
     """The twin with the weights of a JAX model, on its device, time not warped."""
     flat = convert.flatten({"params": params, "frozen": frozen})
     tensors: dict[str, torch.Tensor] = {}
@@ -31,7 +31,7 @@ def twin(config: Config, params: Params, frozen: Params, dtype: torch.dtype) -> 
             continue  # statistics of a run, which generation does not read
         array = torch.from_dlpack(flat[row.jax])
         for name, part in zip(row.torch_names, [array] if row.depth is None else array):
-            tensors[name] = (part.T if row.transpose else part).to(dtype).contiguous()
+            tensors[name] = (part.T if row.transpose else part).to(getattr(torch, dtype)).contiguous()
     device = next(iter(tensors.values())).device
     tensors["timesteps.edges"] = torch.linspace(0, 1, config.diffusion.timestep_bins + 1, device=device)
     return torch_ldlm.from_tensors(config, tensors, device=device)
@@ -56,28 +56,67 @@ def eager(generator: torch_ldlm.Generator, noise: torch.Tensor, steps: int) -> C
     return call
 
 
-def compiled(generator: torch_ldlm.Generator, *, dynamic: bool = False) -> torch_ldlm.Generator:
-    """The same generator with denoiser and decoders under torch.compile; `dynamic` compiles once for all batch sizes."""
-    model: Any = generator.model
-    model.estimate = torch.compile(model.estimate, dynamic=dynamic)
-    model.tokens = torch.compile(model.tokens, dynamic=dynamic)
-    return generator
+Estimate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def graph(generator: torch_ldlm.Generator, noise: torch.Tensor, steps: int) -> Callable[[], torch.Tensor]:
-    """Like `eager`, replayed from a CUDA graph; ConfigError where there is no CUDA device."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The parts of a generation that are compiled once and captured for every step count."""
+
+    generator: torch_ldlm.Generator
+    estimate: Estimate
+    """(state, modulation, previous estimate) -> estimate, float32 in and out."""
+    tokens: Callable[[torch.Tensor], torch.Tensor]
+
+
+def prepared(generator: torch_ldlm.Generator, *, compile: bool = True, dynamic: bool = False) -> Prepared:
+    """Denoiser and decoders under torch.compile; `dynamic` compiles them for all batch sizes at once."""
+    model = generator.model
+
+    def estimate(z: torch.Tensor, modulation: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        return model.denoiser(z.to(model.dtype), modulation, previous.to(model.dtype)).float()
+
+    def tokens(z: torch.Tensor) -> torch.Tensor:
+        return model.tokens(z)
+
+    if compile:
+        return Prepared(generator, torch.compile(estimate, dynamic=dynamic), torch.compile(tokens, dynamic=dynamic))
+    return Prepared(generator, estimate, tokens)
+
+
+def lean(parts: Prepared, noise: torch.Tensor, steps: int) -> Callable[[], torch.Tensor]:
+    """DDIM with what is known beforehand taken out of the loop: the noise levels, and modulation computed once a call."""
+    generator = parts.generator
+    times = torch_ldlm.time_grid(generator.statistics["timesteps.edges"], steps)
+    levels = [generator.schedule.alpha_sigma(time) for time in times]
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        modulation = generator.model.denoiser.modulation(times[:-1])
+        z, x0 = noise, torch.zeros_like(noise)
+        for index in range(steps):
+            x0 = parts.estimate(z, modulation[index : index + 1], x0)
+            (alpha, sigma), (alpha_next, sigma_next) = levels[index], levels[index + 1]
+            z = alpha_next * x0 + sigma_next * (z - alpha * x0) / sigma
+        return parts.tokens(x0)
+
+    return run
+
+
+def graph(parts: Prepared, noise: torch.Tensor, steps: int) -> Callable[[], torch.Tensor]:
+    """A call that replays the whole generation from one CUDA graph; ConfigError where there is no CUDA device."""
     if not noise.is_cuda:
         raise ConfigError("a CUDA graph needs a CUDA device")
-    run = eager(generator, noise, steps)
+    run = lean(parts, noise, steps)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):  # compiles, and lets libraries make their handles outside of the capture
             run()
     torch.cuda.current_stream().wait_stream(side)
-    captured, options = torch.cuda.CUDAGraph(), SamplingConfig(steps=steps)
-    with torch.inference_mode(), torch.cuda.graph(captured):
-        tokens = generator.tokens(generator.sample(noise, options))
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        tokens = run()
 
     def call() -> torch.Tensor:
         captured.replay()
@@ -97,3 +136,8 @@ def release() -> None:
     """Give unused memory back to the card."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def l2_bytes() -> int:
+    """Size of the first card's L2 cache."""
+    return torch.cuda.get_device_properties(0).L2_cache_size

@@ -85,16 +85,17 @@ class NotRun:
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """All fields of every row, tok_s, and the ratios; None where there is nothing to compare with."""
 
-    def median(size: tuple[Any, ...], implementation: str, weights: Sequence[str]) -> float | None:
-        found = [r for r in rows if r.size == size and r.implementation == implementation and r.weights in weights]
-        return found[0].ms_median if found else None
+    def median(row: Row, implementation: str, weights: Sequence[str]) -> float | None:
+        """Of the same table where it is there twice."""
+        found = [r for r in rows if r.size == row.size and r.implementation == implementation and r.weights in weights]
+        return min(found, key=lambda r: r.table != row.table).ms_median if found else None
 
     full = []
     for row in rows:
         against = {
-            "ratio_torch_eager_fp32": median(row.size, TORCH_EAGER[0], TORCH_EAGER[1:]),
-            "ratio_torch_graph": median(row.size, TORCH_GRAPH[0], TORCH_GRAPH[1:]),
-            "ratio_xla": median(row.size, XLA, ("bf16", "fp32")),
+            "ratio_torch_eager_fp32": median(row, TORCH_EAGER[0], TORCH_EAGER[1:]),
+            "ratio_torch_graph": median(row, TORCH_GRAPH[0], TORCH_GRAPH[1:]),
+            "ratio_xla": median(row, XLA, ("bf16", "fp32")),
         }
         ratios = {name: None if ms is None else ms / row.ms_median for name, ms in against.items()}
         full.append({**dataclasses.asdict(row), "tok_s": row.tok_s, **ratios})
@@ -145,7 +146,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("RTX 5090, projected ms", lambda r: shown(r["projected_5090_ms"], lambda x: f"{x:.2f}")),
         ("quality", lambda r: r["quality"]),
     ]
-    lines = [[name for name, _ in columns], ["---"] * len(columns), *([cell(r) for _, cell in columns] for r in rows)]
+    cells = {name: [cell(row) for row in rows] for name, cell in columns}
+    cells = {name: column for name, column in cells.items() if set(column) != {"–"}}
+    lines = [[*cells], ["---"] * len(cells), *zip(*cells.values())]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -168,8 +171,8 @@ def markdown(about: dict[str, Any], rows: Sequence[dict[str, Any]], missing: Seq
     ]
     if about["backend"] == "gpu":
         parts.append(
-            f"{RTX_5090.name}, **a projection, not a measurement**: the larger of bytes / {RTX_5090.bandwidth / 1e12:.2f} TB/s / (the "
-            f"fraction of the memory floor reached here) and operations / {RTX_5090.peak / 1e12:.1f} TFLOP/s; a dash where the weights "
+            f"{RTX_5090.name}, **a projection, not a measurement**: the larger of bytes / {RTX_5090.bandwidth / 1e12:.2f} TB/s "
+            f"and operations / {RTX_5090.peak / 1e12:.1f} TFLOP/s, over the share of the larger of the two floors that was reached here; a dash where the weights "
             f"exceed {RTX_5090.memory / 1e9:.0f} GB. Its {RTX_5090.l2 / 1e6:.0f} MB L2 cache is not in it."
         )
     for name, title in TITLES.items():
@@ -180,12 +183,24 @@ def markdown(about: dict[str, Any], rows: Sequence[dict[str, Any]], missing: Seq
         if (about.get("plots") or {}).get(name):
             parts.append(f"![{name.replace('_', ' ')}]({name}.png)")
     if missing:
-        lines = [
-            f"* {m.preset}, {m.steps} steps, batch {m.batch}, {m.latents} latents, {m.implementation}, {m.weights}: {m.reason}"
-            for m in missing
-        ]
-        parts.append("## Not run\n\n" + "\n".join(lines))
+        parts.append("## Not run\n\n" + "\n".join(missing_lines(missing)))
     return "\n\n".join(parts) + "\n"
+
+
+def missing_lines(missing: Sequence[NotRun]) -> list[str]:
+    """One line for all rows of a preset that share implementation and reason."""
+    groups: dict[tuple[str, str, str], list[NotRun]] = {}
+    for m in missing:
+        groups.setdefault((m.preset, m.implementation, m.reason), []).append(m)
+    lines = []
+    for (preset, implementation, reason), rows in groups.items():
+        values = {
+            name: ", ".join(map(str, dict.fromkeys(getattr(row, name) for row in rows)))
+            for name in ("weights", "batch", "latents", "steps")
+        }
+        sizes = "; ".join(f"{name} {listed}" for name, listed in values.items())
+        lines.append(f"* {preset}, {implementation} ({sizes}): {reason}")
+    return lines
 
 
 def clock_line(clocks: dict[str, Any]) -> str:
@@ -199,6 +214,28 @@ def clock_line(clocks: dict[str, Any]) -> str:
         f"{celsius[0]:.0f}–{celsius[1]:.0f} °C; "
         + (f"**held down at times by: {held}** (rows with *)." if held else "never held down.")
     )
+
+
+def quality(run: Path | None, steps: int) -> str:
+    """What `jdllm eval` found for these weights at this number of steps."""
+    if run is None:
+        return "random weights"
+    path = run / "eval.json"
+    if not path.is_file():
+        return "not evaluated"
+    found = json.loads(path.read_text())
+    parts = []
+    if found.get("reconstruction"):
+        parts.append(f"reconstruction {found['reconstruction']['0']:.1%}")
+    samples = found["samples"].get(str(steps))
+    if samples:
+        figures, human = samples["samples"], samples["human"]
+        if figures["perplexity"] is not None:
+            parts.append(f"perplexity {figures['perplexity']:.0f} (text {human['perplexity']:.0f})")
+        parts.append(f"entropy {figures['entropy']:.2f} (text {human['entropy']:.2f})")
+    else:
+        parts.append(f"samples of {steps} steps not evaluated")
+    return ", ".join(parts)
 
 
 def plot(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> dict[str, bool]:

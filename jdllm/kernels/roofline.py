@@ -77,13 +77,13 @@ GeForce cards halve the rate when they add up in float32."""
 
 
 def project(work: Work, device: Device, fraction: float) -> float | None:
-    """Milliseconds on `device` if it reached the same `fraction` of its memory floor, and no fewer than its arithmetic floor.
+    """Milliseconds on `device` if `fraction` of the larger of its two floors is reached.
 
     None where the weights alone do not fit.  An extrapolation: neither launch costs nor caches are in it.
     """
     if work.step_weights + work.once_weights > device.memory:
         return None
-    return max(work.memory_ms(device.bandwidth) / fraction, work.arithmetic_ms(device.peak))
+    return max(work.memory_ms(device.bandwidth), work.arithmetic_ms(device.peak)) / fraction
 
 
 def generation_work(config: Config, *, batch: int, steps: int, weights: Stored = "bf16") -> Work:

@@ -98,7 +98,7 @@ def test_floors_and_projection():
     assert work.memory_ms(1e12) == pytest.approx(2.5) and work.arithmetic_ms(1e15) == pytest.approx(2.0)
     card = roofline.Device("card", bandwidth=1e12, peak=1e15, memory=2e9, l2=1e6)
     assert roofline.project(work, card, 0.5) == pytest.approx(5.0)
-    assert roofline.project(work, roofline.Device("slow", 1e12, 1e14, 2e9, 1e6), 0.5) == pytest.approx(20.0)
+    assert roofline.project(work, roofline.Device("slow", 1e12, 1e14, 2e9, 1e6), 0.5) == pytest.approx(40.0)
     assert roofline.project(work, roofline.Device("small", 1e12, 1e15, 1e9, 1e6), 0.5) is None
 
 
