@@ -381,6 +381,8 @@ def sweeps(config: Config, backend: str, ways: tuple[str, ...], weights: tuple[s
 
 def describe(backend: str) -> dict[str, Any]:
     """Device, ceilings and versions."""
+    from weights_port import torch_baseline as baseline
+
     device = jax.devices()[0].device_kind if backend == "gpu" else f"CPU ({os.cpu_count()} cores)"
     bandwidth, peak = measure.read_bandwidth(), measure.matmul_peak()
     packages = ("jax", "torch", "triton", "jax-triton")
@@ -392,19 +394,10 @@ def describe(backend: str) -> dict[str, Any]:
     return {
         "device": device, "backend": backend, "read_bandwidth_tb_s": bandwidth / 1e12, "matmul_tflop_s": peak / 1e12,
         "matmul": "bfloat16 products of 8192 x 8192" if backend == "gpu" else "float32 products of 1024 x 1024",
-        "l2_bytes": l2_bytes(backend), "commit": report.commit(), "command": report.command_line(), "versions": versions,
+        "l2_bytes": baseline.l2_bytes() if backend == "gpu" else 0, "torch_threads": baseline.threads(), "commit": report.commit(), "command": report.command_line(), "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "compiled_side_by_side": SIDE_BY_SIDE[backend], "clocks": {},
     }  # fmt: skip
-
-
-def l2_bytes(backend: str) -> int:
-    """Size of the card's L2 cache, 0 on a CPU."""
-    if backend != "gpu":
-        return 0
-    from weights_port.torch_baseline import l2_bytes
-
-    return l2_bytes()
 
 
 def main() -> int:

@@ -141,3 +141,8 @@ def release() -> None:
 def l2_bytes() -> int:
     """Size of the first card's L2 cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def threads() -> int:
+    """Threads that PyTorch uses on a CPU."""
+    return torch.get_num_threads()

@@ -157,7 +157,13 @@ def markdown(about: dict[str, Any], rows: Sequence[dict[str, Any]], missing: Seq
     clocks = about["clocks"]
     parts = [
         f"# Generation on {about['device']}",
-        *([] if about["backend"] == "gpu" else ["**These are CPU timings.** They say nothing about a GPU."]),
+        *(
+            []
+            if about["backend"] == "gpu"
+            else [
+                f"**These are CPU timings.** They say nothing about a GPU. PyTorch had {about['torch_threads']} threads."
+            ]
+        ),
         f"`{about['command']}` at commit {about['commit']}, {about['date']}; {', '.join(about['versions'])}.",
         f"Measured in the same run: {about['read_bandwidth_tb_s']:.3g} TB/s read from memory, "
         f"{about['matmul_tflop_s']:.3g} TFLOP/s in {about['matmul']}. A generation is everything from noise to tokens, timed by the "
