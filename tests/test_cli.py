@@ -68,6 +68,16 @@ def test_the_script_takes_the_options_of_train():
     assert command == cli.parse(["train", "--preset", "smoke", "--name", "a"])
 
 
+def test_several_processes_join_before_anything_else(monkeypatch):
+    called = []
+    monkeypatch.setattr("jdllm.training.processes.join", lambda *given: called.append(given))
+    monkeypatch.setattr("weights_port.pipeline.run", lambda config, run_dir: called.append("run") or 0)
+    explicit = ["--coordinator", "host0:1234", "--num-processes", "2", "--process-id", "1"]
+    for arguments in ([], ["--distributed"], explicit):
+        assert cli.main(["train", *arguments]) == 0
+    assert called == ["run", (None, None, None), "run", ("host0:1234", 2, 1), "run"]
+
+
 def test_switches_and_optional_values():
     config = cli.parse(
         ["train", "--model.no-positional-path", "--training.minutes", "1.5", "--valid-data", "x.txt"]

@@ -1,9 +1,9 @@
 """Hidden states computed beside training: no cache on disk, no copy through the host.
 
 A thread runs the frozen encoder ahead of the trainer into a bounded queue; on a GPU a batch is handed from PyTorch to JAX
-by DLPack, so both see the same memory.  Which windows make batch i follows from seed and i alone, so the feed's place in the
-data is one number, whatever the thread has computed ahead.
-Left out: several encoder processes, and an encoder on another GPU than the trainer's.
+by DLPack, so both see the same memory.  An encoder on another GPU than the trainer's copies it there first, on a stream of
+its own, while it works on the next batch.  Which windows make batch i follows from seed and i alone, so the feed's place in
+the data is one number, whatever the thread has computed ahead.  Of several processes each encodes the rows of its own devices.
 """
 
 from __future__ import annotations
@@ -34,15 +34,23 @@ class OnlineFeed:
     """
 
     def __init__(
-        self, encoder: HiddenStateEncoder, windows: Windows, batch_size: int, seed: int, prefetch: int = 2
+        self,
+        encoder: HiddenStateEncoder,
+        windows: Windows,
+        batch_size: int,
+        seed: int,
+        prefetch: int = 2,
+        own_rows: slice = slice(None),
+        device: str | None = None,
     ) -> None:
+        """`own_rows` of each batch are computed; `device` is where the trainer wants them, in PyTorch's words."""
         check_length(encoder.info, windows.ids.shape[1])
         if batch_size < 1:
             raise DataError(f"training.batch_size={batch_size} is too small; the least is 1")
         if not len(windows):
             raise DataError("there are no windows of text to train on; give more text with --data")
         self._encoder, self._windows, self._batch_size, self._seed = encoder, windows, batch_size, seed
-        self._prefetch = max(1, prefetch)
+        self._prefetch, self._own_rows, self._courier = max(1, prefetch), own_rows, _Courier(device)
         self._identity = {
             "windows": windows.hash,
             "encoder": encoder.info.identity,
@@ -77,16 +85,9 @@ class OnlineFeed:
         return np.array([orders[epoch][place % count] for epoch, place in zip(epochs, places)])
 
     def _compute(self, position: int) -> Batch:
-        import torch
-
-        rows = self.rows(position)
+        rows = self.rows(position)[self._own_rows]
         ids, lengths = self._windows.ids[rows], self._windows.lengths[rows]
-        hidden = self._encoder.encode_torch(ids, lengths)
-        ready = None
-        if hidden.is_cuda:
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(hidden.device))
-        return {"hidden": (hidden, ready), "ids": ids, "lengths": lengths}
+        return {"hidden": self._courier.send(self._encoder.encode_torch(ids, lengths)), "ids": ids, "lengths": lengths}
 
     def get_state(self) -> dict[str, Any]:
         """Position, the number of batches taken, as JSON-able values."""
@@ -114,6 +115,33 @@ class OnlineFeed:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _Courier:
+    """Takes hidden states to the trainer's device, beside what the encoder does next."""
+
+    def __init__(self, device: str | None):
+        self._device, self._stream = device, None
+
+    def send(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The states on the trainer's device, and the event after which they are there."""
+        import torch
+
+        target = hidden.device if self._device is None else torch.device(self._device)
+        if target.type == "cpu" or not hidden.is_cuda:
+            return hidden.cpu(), None
+        arrived, computed = torch.cuda.Event(), torch.cuda.current_stream(hidden.device)
+        if target == hidden.device:
+            arrived.record(computed)
+            return hidden, arrived
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(hidden.device)
+        self._stream.wait_stream(computed)
+        with torch.cuda.stream(self._stream):  # PyTorch copies between cards on a stream of the source
+            copy = hidden.to(target, non_blocking=True)
+        hidden.record_stream(self._stream)
+        arrived.record(torch.cuda.current_stream(target))  # which PyTorch has made to wait for the copy
+        return copy, arrived
 
 
 def _hand_over(hidden: torch.Tensor, ready: torch.cuda.Event | None) -> Any:

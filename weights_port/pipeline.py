@@ -64,17 +64,31 @@ class Prepared:
 
 
 def run(config: Config, run_dir: Path) -> int:
-    """Train until the steps are done, or go on where an interrupted run stopped; returns the exit code."""
-    check_resume(config, run_dir)
-    if config.feed.feed == "online":  # JAX would take three quarters of the card, and the encoder lives there too
+    """Train until the steps are done, or go on where an interrupted run stopped; returns the exit code.
+
+    Of several processes the first one reads text and writes the caches, then the others find them.
+    """
+    import jax
+
+    from jdllm.training.processes import first_then_others, is_first
+
+    def ready() -> Prepared:
+        check_resume(config, run_dir)
+        return prepare(config, run_dir)
+
+    if config.feed.feed == "online" or jax.distributed.is_initialized():
+        # JAX would take three quarters of the card before the encoder, which lives there too, is done with it.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    prepared = prepare(config, run_dir)
+    leave_card_to_encoder(config)
+    prepared = first_then_others(ready)
     if not prepared.online:
         release_gpu()
     from jdllm.evaluation.diversity import sample_figures
     from jdllm.training.loop import train
 
     last = train(prepared.config, run_dir, training_data(prepared), sample_figures)
+    if not is_first():
+        return 0
     minutes, accuracy = last["seconds"] / 60, last.get("reconstruction")
     held_out = "" if accuracy is None else f"; {accuracy:.1%} of held-out tokens reconstructed"
     say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
@@ -102,18 +116,46 @@ def release_gpu() -> None:
         torch.cuda.empty_cache()
 
 
+def leave_card_to_encoder(config: Config) -> None:
+    """Keep JAX off the card that an online encoder was given by number, if there is another one to train on."""
+    kind, _, number = config.feed.encoder_device.partition(":")
+    if config.feed.feed != "online" or kind != "cuda" or not number.isdecimal():
+        return
+    import jax
+    import torch
+
+    others = [card for card in range(torch.cuda.device_count()) if card != int(number)]
+    if others:
+        say(f"encoder on cuda:{number}, training on {', '.join(f'cuda:{card}' for card in others)}")
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, others)))
+
+
+def trainers_device() -> str:
+    """PyTorch's name of the device that this process's first JAX device is."""
+    import jax
+
+    device = jax.local_devices()[0]
+    return f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else "cpu"
+
+
 def training_data(prepared: Prepared) -> TrainingData:
     """The loop's view of what was prepared."""
     from tokenizers import Tokenizer
 
     from jdllm.data.loader import BatchLoader
     from jdllm.training.loop import TrainingData
+    from jdllm.training.sharding import make_mesh, own_rows
     from weights_port.online import OnlineFeed
 
     config, train, valid = prepared.config, prepared.train_source, prepared.valid_source
-    arguments = (config.training.batch_size, config.seed, config.feed.prefetch)
+    size = config.training.batch_size
+    arguments = (size, config.seed, config.feed.prefetch, own_rows(make_mesh(config), size))
+    if prepared.online:
+        loader = OnlineFeed(*prepared.online, *arguments, device=trainers_device())
+    else:
+        loader = BatchLoader(train, *arguments)
     return TrainingData(
-        loader=OnlineFeed(*prepared.online, *arguments) if prepared.online else BatchLoader(train, *arguments),
+        loader=loader,
         valid=valid,
         hidden_mean=train.mean,
         hidden_std=train.std,

@@ -81,9 +81,9 @@ class Bystander:
 def first_then_others(action: Callable[[], Result]) -> Result:
     """The action's result, run by process 0 and, when that has succeeded, by the others, who find the files it wrote.
 
-    ConfigError in the others when it failed in process 0.
+    ConfigError in the others when it failed in process 0.  Alone, it leaves JAX's devices untouched.
     """
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return action()
     name, done = f"jdllm-turn-{next(_turns)}", False
     if is_first():

@@ -52,6 +52,17 @@ def test_the_seed_decides_the_order_and_prefetching_does_not(cache):
     assert other[:5] != reference[:5] and other[:5] != reference[5:10]  # nor is a seed another's second epoch
 
 
+def test_processes_share_the_batches_of_one(cache):
+    whole = order(BatchLoader(cache, 8, 3), 12)
+    halves = [order(BatchLoader(cache, 8, 3, own_rows=rows), 12) for rows in (slice(0, 4), slice(4, 8))]
+    assert [one + two for one, two in zip(*halves)] == whole
+    with BatchLoader(cache, 8, 3, own_rows=slice(4, 8)) as half, BatchLoader(cache, 8, 3) as alone:
+        for _ in range(6):
+            next(half)
+        alone.set_state(half.get_state())  # the place in the data is the same, however many share it
+        assert next(alone)["ids"][:, 0].tolist() == whole[6]
+
+
 def test_a_cache_smaller_than_a_batch_repeats(tmp_path):
     batches = order(BatchLoader(make_cache(tmp_path, 3), 8, 0), 6)
     assert all(len(batch) == 8 for batch in batches)

@@ -2,12 +2,16 @@
 
 import json
 import threading
+import time
 
+import jax
 import numpy as np
 import pytest
+import torch
 
 from jdllm.data.text import DataError
 from jdllm.data.windows import Windows
+from jdllm.training.throughput import FeedClock
 from weights_port.checkpoints import EncoderError
 from weights_port.encoder import load_encoder
 from weights_port.online import OnlineFeed
@@ -38,6 +42,43 @@ def test_batches_are_the_encoders_states(encoder, windows):
             assert batch["hidden"].shape == (4, 8, 64) and batch["hidden"].dtype.name == "bfloat16"
             np.testing.assert_array_equal(batch["hidden"], encoder.encode(batch["ids"], batch["lengths"]))
             np.testing.assert_array_equal(batch["lengths"], windows.lengths[batch["ids"][:, 0]])
+
+
+def test_processes_share_the_batches_of_one(encoder, windows):
+    with OnlineFeed(encoder, windows, 4, seed=0) as whole:
+        batches = take(whole, 3)
+    for rows in (slice(0, 2), slice(2, 4)):
+        with OnlineFeed(encoder, windows, 4, seed=0, own_rows=rows) as feed:
+            for found, batch in zip(take(feed, 3), batches):
+                np.testing.assert_array_equal(found["ids"], batch["ids"][rows])
+                np.testing.assert_allclose(
+                    found["hidden"].astype(np.float32), batch["hidden"][rows].astype(np.float32), rtol=2e-2, atol=1e-2
+                )
+            whole.set_state(feed.get_state())
+
+
+def test_hidden_states_survive_dlpack_both_ways(encoder, windows):
+    hidden = encoder.encode_torch(windows.ids[:4], windows.lengths[:4])
+    array = jax.dlpack.from_dlpack(hidden)
+    assert array.dtype == "bfloat16" and array.shape == (4, 8, 64)
+    assert torch.equal(torch.from_dlpack(array), hidden)
+
+
+@pytest.mark.parametrize(("step", "share"), [(0.01, 0.75), (0.12, 0.0)])
+def test_share_of_time_waiting_for_a_slow_encoder(encoder, windows, monkeypatch, step, share):
+    """An encoder of 40 ms: steps of 10 ms wait for 30 of 40, steps of 120 ms never."""
+    real = type(encoder).encode_torch
+    monkeypatch.setattr(type(encoder), "encode_torch", lambda *a: time.sleep(0.04) or real(*a))
+    clock = FeedClock()
+    with OnlineFeed(encoder, windows, 3, seed=0) as feed:
+        for index in range(11):
+            if index == 1:
+                began, clock.waited = time.perf_counter(), 0.0
+            clock.take(feed)
+            time.sleep(step)
+            clock.started(())
+    clock.close()
+    assert clock.waited / (time.perf_counter() - began) == pytest.approx(share, abs=0.2)
 
 
 def test_every_epoch_shows_each_window_once_in_a_new_order(encoder, windows):
