@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
-from jdllm.config import preset
+from jdllm.config import PRESETS, ConfigError, preset
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.generation.generate import make_denoise
-from jdllm.kernels import fused
+from jdllm.kernels import fused, op, packing
+from jdllm.kernels.quantize import quantize_params
 from jdllm.kernels.tables import step_tables
 from jdllm.kernels.tiling import tiling
 from jdllm.model.ldlm import Model
+from weights_port import triton_launch
 
 triton = pytest.importorskip("triton")
 TIMES = jnp.array([1.0, 0.8, 0.45, 0.0])
@@ -42,21 +43,6 @@ def trained(shaken):
     return make
 
 
-def run_interpreted(kernel, inputs, outputs, constants):
-    """Launch one program; memory that the kernel does not write before reading it holds NaN."""
-
-    def given(x):
-        return x if isinstance(x, int) else torch.from_numpy(np.array(x))
-
-    def empty(name, shape):
-        kind = getattr(torch, shape.dtype.name)
-        return torch.full(shape.shape, 0 if name in ("everyone", "done") else float("nan"), dtype=kind)
-
-    memory = {name: empty(name, shape) for name, shape in outputs.items()}
-    kernel[(1,)](*map(given, inputs), *memory.values(), **constants)
-    return memory
-
-
 def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **changed):
     """Estimates of the kernel, of the plain loop."""
     from jdllm.kernels.triton import denoise_loop
@@ -72,10 +58,10 @@ def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **c
     fresh = noise.reshape(steps, cut.rows, -1) if sampler == "sde" else None
     start = jax.random.normal(first, shape).reshape(cut.rows, -1)
     inputs = fused.launch_arguments(weights, tables, m, fresh, start, steps)
-    memory = run_interpreted(
-        denoise_loop, inputs, fused.scratch(m, cut, jnp.float32),
-        fused.constants(m, cut, launch, fresh_noise=fresh is not None, quantised=weights.quantised) | {"PROGRAMS": 1},
-    )  # fmt: skip
+    constants = fused.constants(m, cut, launch, fresh_noise=fresh is not None, quantised=weights.quantised)
+    memory = triton_launch.poisoned(fused.scratch(m, cut, jnp.float32), "cpu")
+    tensors = [triton_launch.tensor(x, "cpu") for x in inputs]
+    triton_launch.launch(denoise_loop, tensors, memory, constants | {"PROGRAMS": 1})
     denoise = make_denoise(module, 0.0, False, jnp.float32)
     wanted = samplers.sample(key, denoise, shape, schedule, TIMES, sampler=sampler)
     return memory["estimate"].numpy().reshape(shape), np.asarray(wanted)
@@ -90,7 +76,6 @@ CASES = {
     "several sequences in one tile of rows": ({"latents": 8}, 3),
     "sequences over several tiles, rows to spare": ({"latents": 24}, 4),
     "three heads, tiles that end beyond the width": ({"d": 96, "ffn": 4, "depth": 1}, 1),
-    "latents no power of two": ({"latents": 20, "depth": 1}, 2),
 }
 
 
@@ -117,3 +102,44 @@ def test_products_may_be_split_along_k(trained):
     }
     found, wanted = fused_and_plain(model, params, module, 1, "ddim", programs=16, block_k=32, **changed)
     assert distance(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_quantised_weights_are_multiplied_as_by_xla(weights, trained):
+    model, params, _ = trained(make_config(depth=1))
+    params = quantize_params(params, weights)
+    module = model.merge(params, model.frozen_shapes)
+    found, wanted = fused_and_plain(model, params, module, 1, "ddim")
+    assert distance(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_cut_without_a_rest(name):
+    """Every column has a tile, every part of k is whole, and what is added up lies within one tile."""
+    for num, programs in ((1, 132), (16, 132), (1, 170), (3, 78)):
+        cut = tiling(preset(name).model, num, programs)
+        assert cut.row_tiles * cut.block_m >= cut.rows
+        for product in cut.products.values():
+            assert product.tiles * product.block_n >= product.n
+            assert product.k % product.split == 0 and product.k // product.split % cut.block_k == 0
+        for product in (cut.input, cut.out, cut.down, cut.output):
+            assert product.block_n % cut.reduce_n == 0
+
+
+@pytest.mark.parametrize("n", [16, 40, 64])
+def test_packing_there_and_back(n):
+    matrix = jax.random.normal(jax.random.key(0), (2, 8, n))
+    packed = packing.pack(matrix, 16)
+    assert packed.shape == (2, -(-n // 16), 8, 16)
+    np.testing.assert_array_equal(packing.unpack(packed, n), matrix)
+    np.testing.assert_array_equal(packed[1, 0, 3], matrix[1, 3, :16])  # one row of a tile lies in one piece
+
+
+def test_what_cannot_run_here_says_why():
+    model = preset("books").model
+    options = {"num": 1, "guided": False, "dtype": "bfloat16", "weights": None}
+    assert op.choose("auto", model, **options).implementation == "xla"
+    with pytest.raises(ConfigError, match="NVIDIA GPU"):
+        op.choose("triton", model, **options)
+    with pytest.raises(ConfigError, match="auto, xla, triton"):
+        op.choose("cuda", model, **options)
