@@ -48,3 +48,16 @@ def launch(
 ) -> None:
     """Start one program for every one of `constants["PROGRAMS"]` on the current stream; does not wait."""
     kernel[(constants["PROGRAMS"],)](*inputs, *outputs.values(), **constants, **options)
+
+
+def launch_on_streams(
+    kernel: Any, inputs: Sequence[Any], memories: Sequence[Mapping[str, torch.Tensor]], constants: Mapping[str, Any],
+    **options: Any,
+) -> None:  # fmt: skip
+    """One launch for each of `memories`, each on a stream of its own; waits for all."""
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in memories]
+    for stream, memory in zip(streams, memories):
+        with torch.cuda.stream(stream):
+            launch(kernel, inputs, memory, constants, **options)
+    torch.cuda.synchronize()

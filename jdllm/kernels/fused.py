@@ -21,6 +21,9 @@ from jdllm.kernels.tables import StepTables, rotary_tables
 from jdllm.kernels.tiling import Tiling, power_of_two
 from jdllm.model.ldlm import Params
 
+ORDER = ("input", "qkv", "out", "up", "down", "output")
+"""Of the matrices among the kernel's arguments."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -101,7 +104,7 @@ def launch_arguments(
     start: Float[Array, "rows d"], steps: int,
 ) -> list[Any]:  # fmt: skip
     """The kernel's inputs in order."""
-    matrices = weights.matrices.values()
+    matrices = [weights.matrices[name] for name in ORDER]  # a dict that has passed through jit is sorted by name
     cos, sin = rotary_tables(model.num_latents, model.head_dim)
     return [
         *(matrix.values for matrix in matrices), *(matrix.scale for matrix in matrices),

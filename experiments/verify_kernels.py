@@ -1,0 +1,328 @@
+"""Is the fused denoising loop right, and how fast is it?  Real sizes on the GPU at hand, one table.
+
+    python experiments/verify_kernels.py --out results/kernels-h200           # errors, repeats, poison, two streams, times
+    python experiments/verify_kernels.py --tune                               # times of launch options, to choose defaults by
+
+Every case draws fresh random weights and noise.  The reference is the plain loop in float32 with exact products, from the
+same (rounded) weights; the error of the plain bfloat16 loop stands beside that of the fused one.  On a CPU the source is run
+by Triton's interpreter at toy size, which takes TRITON_INTERPRET=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some launches go through PyTorch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from jdllm.config import Config, preset
+from jdllm.diffusion import samplers
+from jdllm.diffusion.schedule import TangentSchedule
+from jdllm.evaluation import report
+from jdllm.generation.generate import make_denoise
+from jdllm.kernels import fused, measure, op
+from jdllm.kernels.quantize import dequantize_params, quantize_params
+from jdllm.kernels.tables import step_tables
+from jdllm.kernels.tiling import tiling
+from jdllm.model.ldlm import LDLM, Model, Params
+from jdllm.model.random_weights import random_weights
+
+ERROR_BF16, ERROR_FP32 = 1e-2, 2e-3
+REPEATS = 200
+LAUNCHES = itertools.product((4, 8), (3, 4, 6, 8), (False, True), (64, 128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to check."""
+
+    out: Path | None = None
+    """Folder of verify.json and verify.md; by default results/kernels-<device>."""
+    tune: bool = False
+    """Only time launch options."""
+    cases: str = ""
+    """Names of cases to run, separated by commas; by default all."""
+    minutes: float = 6.0
+    """No case is begun after so many minutes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape, how many sequences of it, and how it is sampled."""
+
+    name: str
+    config: Config
+    num: int = 1
+    steps: int = 4
+    sampler: str = "ddim"
+    weights: str = "bf16"
+    dtype: str = "bfloat16"
+
+
+def lean(name: str, **model: Any) -> Config:
+    """A preset's denoiser, with as little as possible around it."""
+    return preset(name).replace(
+        model__encoder_depth=1, model__decoder_depth=1, model__token_decoder_depth=0, model__vocab_size=64,
+        model__head="trained", **{f"model__{field}": value for field, value in model.items()},
+    )  # fmt: skip
+
+
+def shape(d: int, latents: int, depth: int = 2, **model: Any) -> Config:
+    """A denoiser of no preset."""
+    return lean(
+        "books", hidden_dim=d, latent_dim=d, num_latents=latents, num_tokens=latents, denoiser_depth=depth, **model
+    )
+
+
+def all_cases() -> list[Case]:
+    """Presets at batch 1, batches, lengths, odd widths, samplers, weights."""
+    big = lean("qwen3.6-35b-a3b")
+    names = ("qwen3.6-35b-a3b", "books", "quickstart", "gpt2-paper", "qwen3.6-27b-5090", "qwen3.6-27b")
+    return [
+        *(Case(name, lean(name)) for name in names),
+        *(Case(f"35b-a3b {weights}", big, weights=weights) for weights in ("int8", "fp8")),
+        *(Case(f"35b-a3b x{num}", big, num=num) for num in (3, 16)),
+        *(Case(f"35b-a3b {k} latents", shape(2048, k, 4, head_dim=128)) for k in (16, 40, 256)),
+        Case("books sde", lean("books"), sampler="sde"), Case("books early stop", lean("books"), sampler="early_stop"),
+        Case("books x16", lean("books"), num=16), Case("width 320, 24 latents x5", shape(320, 24), num=5),
+        Case("width 1152, heads of 128", shape(1152, 64, head_dim=128)), Case("one step", lean("books"), steps=1),
+        Case("64 steps", lean("quickstart"), steps=64), Case("float32", shape(512, 64), dtype="float32"),
+    ]  # fmt: skip
+
+
+class Bench:
+    """One case with weights on the device."""
+
+    def __init__(self, case: Case, seed: int, programs: int, launch: fused.Launch, **cut: Any):
+        self.case, self.key = case, jax.random.key(seed + 1)
+        self.model, self.m = Model(case.config), case.config.model
+        params, self.frozen = random_weights(self.model, seed, jnp.dtype(case.dtype))
+        params = params if case.weights == "bf16" else quantize_params(params, case.weights)
+        self.params = params
+        self.cut = dataclasses.replace(tiling(self.m, case.num, programs), **cut)
+        self.launch = launch
+        self.times = samplers.time_grid(jnp.linspace(0.0, 1.0, 101), case.steps, sampler=case.sampler)
+        self.weights = jax.jit(fused.fused_weights, static_argnums=(1, 2))(params["denoiser"], self.cut, case.dtype)
+        self.tables = jax.jit(self._tables)(params)
+
+    def _tables(self, params: Params) -> Any:
+        modulation = self.module(params).denoiser.modulation(self.times[:-1])
+        schedule = TangentSchedule(self.case.config.diffusion.schedule_d)
+        return step_tables(params["denoiser"], modulation, self.times, schedule, self.case.sampler)
+
+    def module(self, params: Params) -> LDLM:
+        return self.model.merge(params, self.frozen)
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The oracle as a jitted function of weights, in their dtype."""
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def run(params: Params, dtype: str) -> jax.Array:
+            schedule = TangentSchedule(self.case.config.diffusion.schedule_d)
+            denoise = make_denoise(self.module(params), 0.0, False, jnp.dtype(dtype))
+            size = (self.case.num, self.m.num_latents, self.m.latent_dim)
+            return samplers.sample(self.key, denoise, size, schedule, self.times, sampler=self.case.sampler)
+
+        return run
+
+    @functools.cached_property
+    def fused(self) -> Any:
+        """The launch, jitted."""
+        options = {"tiling": self.cut, "launch": self.launch, "sampler": self.case.sampler, "dtype": self.case.dtype}
+        call = jax.jit(lambda w, t, key: fused.denoise_fused(w, t, key, 1.0, self.m, **options))
+        return lambda: call(self.weights, self.tables, self.key)
+
+    def reference(self) -> np.ndarray:
+        """Float32, products exact."""
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(self.plain(dequantize_params(self.params, jnp.float32), "float32"), np.float64)
+
+    def torch_inputs(self, device: str) -> list[Any]:
+        """The kernel's arguments as tensors, with the noise that `fused` draws."""
+        from weights_port.triton_launch import tensor
+
+        first, later = jax.random.split(self.key)
+        size = (self.case.num, self.m.num_latents, self.m.latent_dim)
+        start = jax.random.normal(first, size).reshape(self.cut.rows, -1)
+        noise = None
+        if self.case.sampler == "sde":
+            drawn = [jax.random.normal(jax.random.fold_in(later, i), size) for i in range(self.case.steps)]
+            noise = jnp.stack(drawn).reshape(self.case.steps, self.cut.rows, -1)
+        given = fused.launch_arguments(self.weights, self.tables, self.m, noise, start, self.case.steps)
+        return [tensor(x, device) for x in given]
+
+    def constants(self) -> dict[str, Any]:
+        return fused.constants(
+            self.m, self.cut, self.launch, fresh_noise=self.case.sampler == "sde", quantised=self.weights.quantised
+        )
+
+
+def distance(found: Any, wanted: np.ndarray) -> float:
+    """Norm of the difference over the norm; NaN counts as infinitely wrong."""
+    error = np.linalg.norm(np.asarray(found, np.float64).reshape(wanted.shape) - wanted) / np.linalg.norm(wanted)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def check(case: Case, seed: int, programs: int, launch: fused.Launch, device: str) -> dict[str, Any]:
+    """Errors, poison, repeats and times of one case."""
+    from weights_port import triton_launch
+
+    launch = dataclasses.replace(launch, stages=2) if case.dtype == "float32" else launch
+    bench = Bench(case, seed, programs, launch)
+    reference = bench.reference()
+    row: dict[str, Any] = {
+        "case": case.name, "width": bench.m.latent_dim, "rows": bench.cut.rows, "steps": case.steps,
+        "weights": case.weights, "seed": seed,
+    }  # fmt: skip
+    row["error_xla"] = distance(bench.plain(bench.params, case.dtype), reference)
+    from jdllm.kernels.triton import denoise_loop
+
+    memory = triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype), device)
+    inputs = bench.torch_inputs(device)
+    options = {} if device == "cpu" else {"num_warps": launch.num_warps, "num_stages": launch.stages}
+    triton_launch.launch(denoise_loop, inputs, memory, bench.constants(), **options)
+    poisoned = memory["estimate"].cpu().numpy()
+    row["error_poisoned"] = distance(poisoned, reference)
+    if device == "cpu":
+        return row
+    first = np.asarray(bench.fused())
+    row["error_fused"] = distance(first, reference)
+    again = [np.array_equal(np.asarray(bench.fused()), first) for _ in range(REPEATS if case.num == 1 else 10)]
+    row["identical"] = f"{sum(again)}/{len(again)}"
+    row["same_through_torch"] = bool(np.array_equal(poisoned.reshape(first.shape), first))
+    row["ms_fused"] = median_ms(bench.fused)
+    row["ms_xla"] = median_ms(lambda: bench.plain(bench.params, case.dtype))
+    return row
+
+
+def median_ms(call: Callable[[], jax.Array], seconds: float = 0.4) -> float:
+    """Median milliseconds of a call and the wait for it."""
+    return measure.time_calls(lambda: jax.block_until_ready(call()), seconds=seconds).median
+
+
+def passed(row: dict[str, Any], case: Case) -> bool:
+    """Whether a case holds."""
+    limit = ERROR_FP32 if case.dtype == "float32" else ERROR_BF16
+    errors = [row[name] for name in ("error_fused", "error_poisoned") if name in row]
+    done, _, of = row.get("identical", "1/1").partition("/")
+    # bfloat16 errors grow over 64 steps in any implementation: there the plain loop's own error is the measure
+    return all(error <= max(limit, 1.5 * row["error_xla"]) for error in errors) and done == of
+
+
+def two_streams(programs: int, launch: fused.Launch, seed: int) -> dict[str, Any]:
+    """Two launches on two streams at once: both must end, and both must be right."""
+    from jdllm.kernels.triton import denoise_loop
+    from weights_port import triton_launch
+
+    case = Case("two streams", lean("books"))
+    bench = Bench(case, seed, programs, launch)
+    reference, errors = bench.reference(), []
+    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
+    inputs, constants = bench.torch_inputs("cuda"), bench.constants()
+    for _ in range(20):
+        memories = [triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype), "cuda") for _ in range(2)]
+        triton_launch.launch_on_streams(denoise_loop, inputs, memories, constants, **options)
+        errors += [distance(memory["estimate"].cpu().numpy(), reference) for memory in memories]
+    return {"case": case.name, "error_poisoned": max(errors), "error_xla": 0.0, "launches": len(errors)}
+
+
+def tune(programs: int, seed: int, until: float) -> list[dict[str, Any]]:
+    """Times of launch options, for the shapes that decide."""
+    rows = []
+    cases = [Case("qwen3.6-35b-a3b", lean("qwen3.6-35b-a3b"), steps=10), Case("books", lean("books"), steps=10)]
+    for (warps, stages, prefetch, block_k), case in itertools.product(LAUNCHES, cases):
+        row = {"case": case.name, "warps": warps, "stages": stages, "prefetch": prefetch, "block_k": block_k}
+        if time.monotonic() > until:
+            break
+        try:
+            bench = Bench(case, seed, programs, fused.Launch(warps, stages, prefetch), block_k=block_k)
+            row["ms"] = median_ms(bench.fused, seconds=0.2)
+        except Exception as error:  # an option that does not fit the card is a row as well
+            row["failed"] = str(error).splitlines()[0][:120]
+        rows.append(row)
+        print(row, flush=True)
+    return sorted(rows, key=lambda row: (row["case"], row.get("ms", float("inf"))))
+
+
+def toy_cases() -> list[Case]:
+    """What the interpreter can run in seconds."""
+    small = shape(64, 16, head_dim=32, ffn_multiple=2)
+    return [Case("toy", small, steps=2, dtype="float32"), Case("toy sde x2", small, 2, 2, "sde", dtype="float32")]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; a column for every key that any row has."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: Any) -> str:
+        return (
+            f"{value:.2e}"
+            if isinstance(value, float) and value < 0.01
+            else f"{value:.3f}"
+            if isinstance(value, float)
+            else str(value)
+        )
+
+    lines = [" | ".join(keys), " | ".join("---" for _ in keys)]
+    lines += [" | ".join(cell(row.get(key, "")) for key in keys) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> int:
+    options = tyro.cli(Options, description=__doc__.partition("\n\n")[0])
+    gpu = jax.default_backend() == "gpu"
+    device = jax.devices()[0].device_kind if gpu else "CPU, Triton's interpreter"
+    programs, launch = (op.programs(), op.launch_options()) if gpu else (1, fused.Launch(prefetch=False))
+    seed, until = int.from_bytes(os.urandom(3), "big"), time.monotonic() + 60 * options.minutes
+    if options.tune:
+        rows, failed, cases = tune(programs, seed, until), [], []
+    else:
+        wanted = [name.strip() for name in options.cases.split(",") if name.strip()]
+        cases = [case for case in (all_cases() if gpu else toy_cases()) if not wanted or case.name in wanted]
+        rows, failed = [], []
+        for index, case in enumerate(cases):
+            if time.monotonic() > until:
+                rows.append({"case": case.name, "not_run": f"--minutes {options.minutes:g} were over"})
+                continue
+            row = check(case, seed + 10 * index, programs, launch, "cuda" if gpu else "cpu")
+            row["ok"] = passed(row, case)
+            failed += [] if row["ok"] else [case.name]
+            rows.append(row)
+            print(row, flush=True)
+        if gpu and not wanted:
+            row = two_streams(programs, launch, seed)
+            rows.append(row | {"ok": row["error_poisoned"] <= ERROR_BF16})
+            failed += [] if rows[-1]["ok"] else ["two streams"]
+    short = device.removeprefix("NVIDIA ").lower().replace(" ", "-") if gpu else "cpu"
+    out = options.out or Path("results") / f"kernels-{short}"
+    out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "device": device, "commit": report.commit(), "command": report.command_line(), "jax": jax.__version__,
+        "launch": dataclasses.asdict(launch), "programs": programs,
+    }  # fmt: skip
+    name = "tune" if options.tune else "verify"
+    (out / f"{name}.json").write_text(json.dumps({**about, "rows": rows, "failed": failed}, indent=1) + "\n")
+    words = "\n".join(f"{key}: {value}" for key, value in about.items())
+    (out / f"{name}.md").write_text(f"{words}\n\n{table(rows)}\n")
+    print(table(rows))
+    if failed:
+        print(f"error: {len(failed)} of {len(cases)} cases failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
