@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jdllm.config import Config
+from jdllm.config import Config, ConfigError
 
 BYTES_A_WEIGHT = {"auto": 2.0, "int8": 1.0 + 4 / 64, "nf4": 0.5 + 4 / 64}
 """In bfloat16, or packed with one float32 scale for 64 weights (weights_port/quantized.py)."""
@@ -28,10 +28,12 @@ class EncoderSize:
     period: int = 4
 
     def weights(self, layer: int) -> tuple[int, int]:
-        """Weights of the embedding, and of the blocks under hidden_states[layer]; ValueError when there is no such layer."""
+        """Weights of the embedding, and of the blocks under hidden_states[layer]; ConfigError when there is no such layer."""
         count = layer if layer >= 0 else self.layers + 1 + layer
         if not 0 <= count <= self.layers:
-            raise ValueError(f"feed.layer={layer} does not exist: the encoder has {self.layers} layers")
+            raise ConfigError(
+                f"feed.layer={layer} does not exist: the encoder has {self.layers} layers, so use 0 to {self.layers} or count from the end"
+            )
         count, full = max(count, 1), max(count, 1) // self.period
         return self.embedding, (count - full) * self.block + full * self.full_block
 

@@ -39,7 +39,7 @@ def reading(tiny, make_batch):
     return model.init(jax.random.key(0)), jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=[name for name in OPTIONS if name != "factored"])
 def trained(request, tiny, reading):
     """State of the optimiser after 40 steps on one batch, and the losses on the way."""
     optimizer = make_optimizer(tiny.replace(**OPTIONS[request.param]).optimizer)
