@@ -149,6 +149,8 @@ class DataConfig:
     """Device of the frozen model: auto, cpu, cuda, cuda:1; spread puts its layers on all GPUs and the rest in CPU memory."""
     encoder_memory: float | None = None
     """GB of each GPU that a spread frozen model may take for its weights; by default what is free."""
+    encoder_processes: int = 1
+    """Copies of the frozen model that fill the cache together, each in a process of its own on its own GPU."""
     encoder_batch_tokens: int = 4096
     """Tokens in one batch through the frozen model."""
     revision: str | None = None
@@ -301,7 +303,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("training", "batch_size", 1), ("training", "accumulate", 1), ("training", "fsdp", 1),
         ("training", "log_every", 1), ("training", "probe_every", 1), ("training", "sample_every", 1),
         ("training", "checkpoint_every", 1), ("training", "keep_checkpoints", 1), ("sampling", "steps", 1),
-        ("sampling", "num", 1), ("feed", "valid_windows", 2), ("feed", "prefetch", 1),
+        ("sampling", "num", 1), ("feed", "valid_windows", 2), ("feed", "prefetch", 1), ("feed", "encoder_processes", 1),
         ("objective", "gamma_warmup_steps", 1), ("optimizer", "warmup_steps", 0),
     ):  # fmt: skip
         value = getattr(getattr(config, group), field)
@@ -325,6 +327,11 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield (
             f"feed.encoder_weights={feed.encoder_weights} cannot be spread over devices; use feed.encoder_device=cuda, or "
             "feed.encoder_weights=auto"
+        )
+    if feed.encoder_processes > 1 and (feed.feed == "online" or feed.encoder_device == "spread"):
+        yield (
+            f"feed.encoder_processes={feed.encoder_processes} fill a cache, each with a model on its own GPU; use "
+            "feed.encoder_processes=1 with feed.feed=online or feed.encoder_device=spread"
         )
     if feed.encoder_memory is not None and (feed.encoder_device != "spread" or feed.encoder_memory <= 0):
         yield f"feed.encoder_memory={feed.encoder_memory} limits feed.encoder_device=spread; it is a number of GB above 0"

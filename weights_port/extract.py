@@ -2,33 +2,27 @@
 
 Windows are cut into chunks that follow from `batch_tokens` alone; inside a chunk they run in batches sorted by length, and a
 chunk is appended in its own order.  So an extraction that was killed and goes on makes the same batches as one that was
-not, and the cache comes out the same.  Computing, copying to the host and writing overlap: the GPU fills one chunk while
-the one before travels over a second stream into pinned memory and the one before that is written by a thread.
+not, and the cache comes out the same: with one process or with several (weights_port/processes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
+from jaxtyping import BFloat16, Int
 
 from jdllm.data.cache import CacheKey, CacheWriter, make_key
 from jdllm.data.windows import Windows
 from weights_port.checkpoints import EncoderError
+from weights_port.chunks import BATCHES_PER_CHUNK, chunks_from, compute_chunks
 from weights_port.encoder import EncoderInfo, HiddenStateEncoder, check_length
+from weights_port.processes import EncoderProcesses
 
-if TYPE_CHECKING:
-    import torch
-
-BATCHES_PER_CHUNK = 4
-_BUFFERS = 2
 CPU_BATCH_TOKENS = 1024
 """More at once is no faster on a CPU: activations then leave its caches."""
 
@@ -39,7 +33,7 @@ def cache_key(info: EncoderInfo, data_hash: str, num_tokens: int) -> CacheKey:
 
 
 def extract_to_cache(
-    encoder: HiddenStateEncoder,
+    encoder: HiddenStateEncoder | EncoderProcesses,
     windows: Windows,
     cache_root: str | Path,
     *,
@@ -60,126 +54,51 @@ def extract_to_cache(
     key = cache_key(encoder.info, data_hash, num_tokens)
     with CacheWriter(cache_root, key, windows, encoder.info.hidden_dim) as writer:
         if not writer.complete:
-            report = _Progress(windows, writer.position, encoder) if progress else None
+            several = isinstance(encoder, EncoderProcesses)
+            fill, where = (EncoderProcesses.fill, encoder.where) if several else (_fill, str(encoder.device))
+            report = Progress(windows, writer.position, encoder.info.name, where) if progress else None
             with report or contextlib.nullcontext():
-                _fill(writer, encoder, windows, max(1, batch_tokens // num_tokens), report)
+                fill(
+                    encoder, writer, windows, max(1, batch_tokens // num_tokens), report.advance if report else _unseen
+                )
         return writer.finish()
 
 
+def _unseen(tokens: int) -> None:
+    """Progress that nobody looks at."""
+
+
 def _fill(
-    writer: CacheWriter, encoder: HiddenStateEncoder, windows: Windows, batch: int, report: _Progress | None
+    encoder: HiddenStateEncoder, writer: CacheWriter, windows: Windows, batch: int, advance: Callable[[int], None]
 ) -> None:
     """Append the hidden states of all windows from writer.position on."""
-    import torch
-
-    chunk = batch * BATCHES_PER_CHUNK
     start = writer.position
-    shape = (min(chunk, len(windows)), windows.ids.shape[1], encoder.info.hidden_dim)
-    cuda = encoder.device.type == "cuda"
-    free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-    for _ in range(_BUFFERS):
-        free.put(torch.empty(shape, dtype=torch.bfloat16, pin_memory=cuda))
-    copies = torch.cuda.Stream(encoder.device) if cuda else None
-    with _Appender(writer, free) as appender:
-        for first in range(start - start % chunk, len(windows), chunk):
-            rows = np.arange(first, min(first + chunk, len(windows)))
-            rows = rows[np.argsort(-windows.lengths[rows], kind="stable")]
-            host = appender.next_buffer()
-            target = torch.empty((len(rows), *shape[1:]), dtype=torch.bfloat16, device=encoder.device) if cuda else host
-            for at in range(0, len(rows), batch):
-                part = rows[at : at + batch]
-                _encode_into(target, part - first, encoder, windows.ids[part], windows.lengths[part])
-                if report is not None:
-                    report.advance(int(windows.lengths[part[part >= start]].sum()))
-            ready = None
-            if copies is not None:
-                copies.wait_stream(torch.cuda.current_stream(encoder.device))
-                with torch.cuda.stream(copies):
-                    host[: len(rows)].copy_(target, non_blocking=True)
-                    ready = torch.cuda.Event()
-                    ready.record(copies)
-                target.record_stream(copies)
-            appender.put(host, max(start - first, 0), len(rows), ready)
+    chunks = chunks_from(windows, start, batch * BATCHES_PER_CHUNK)
+
+    def append(first: int, hidden: BFloat16[np.ndarray, "m t d"]) -> None:
+        writer.append(hidden[max(start - first, 0) :])
+
+    def done(first: int, places: Int[np.ndarray, " b"], lengths: Int[np.ndarray, " b"]) -> None:
+        advance(int(lengths[first + places >= start].sum()))
+
+    rows = min(batch * BATCHES_PER_CHUNK, len(windows))
+    compute_chunks(chunks, encoder, (rows, windows.ids.shape[1]), batch, append, done)
 
 
-def _encode_into(
-    target: torch.Tensor, places: np.ndarray, encoder: HiddenStateEncoder, ids: np.ndarray, lengths: np.ndarray
-) -> None:
-    """target[places] = hidden states."""
-    import torch
-
-    try:
-        hidden = encoder.encode_torch(ids, lengths)
-        target.index_copy_(0, torch.from_numpy(places).to(target.device, non_blocking=True), hidden)
-    except torch.OutOfMemoryError as error:
-        raise EncoderError(
-            f"{ids.size} tokens at once do not fit on {encoder.device}: lower feed.encoder_batch_tokens, or free the GPU"
-        ) from error
-
-
-class _Appender:
-    """Appends finished chunks in a thread; what fails there is raised by the next call here."""
-
-    def __init__(self, writer: CacheWriter, free: queue.SimpleQueue):
-        self._writer, self._free = writer, free
-        self._full: queue.SimpleQueue = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._abandoned = False
-        self._thread = threading.Thread(target=self._work, name="append-hidden-states", daemon=True)
-
-    def next_buffer(self) -> torch.Tensor:
-        buffer = self._free.get()
-        self._raise()
-        return buffer
-
-    def put(self, buffer: torch.Tensor, start: int, stop: int, ready: torch.cuda.Event | None) -> None:
-        self._full.put((buffer, start, stop, ready))
-
-    def _work(self) -> None:
-        import torch
-
-        while (item := self._full.get()) is not None:
-            buffer, start, stop, ready = item
-            try:
-                if ready is not None:
-                    ready.synchronize()
-                if self._failure is None and not self._abandoned:
-                    hidden = buffer[start:stop].view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-                    self._writer.append(hidden)
-            except Exception as error:
-                self._failure = error
-            self._free.put(buffer)
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def __enter__(self) -> _Appender:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, *error: object) -> None:
-        self._abandoned = kind is not None
-        self._full.put(None)
-        self._thread.join()
-        if kind is None:
-            self._raise()
-
-
-class _Progress:
+class Progress:
     """Tokens done, tokens/s and time left: a bar in a terminal, a line every ten seconds elsewhere."""
 
-    def __init__(self, windows: Windows, position: int, encoder: HiddenStateEncoder):
+    def __init__(self, windows: Windows, position: int, name: str, where: str):
         self._total = int(windows.lengths.sum())
         self._before = self._done = int(windows.lengths[:position].sum())
-        self._name, self._device = encoder.info.name, encoder.device
+        self._name, self._where = name, where
         self._begin = self._last = time.monotonic()
         self._stack = contextlib.ExitStack()
         self._advance = lambda tokens: None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         resumed = f", {self._done:,} of them done before" if self._done else ""
-        print(f"hidden states of {self._total:,} tokens{resumed}: {self._name} on {self._device}", flush=True)
+        print(f"hidden states of {self._total:,} tokens{resumed}: {self._name} on {self._where}", flush=True)
         if sys.stdout.isatty():
             from rich import progress
 

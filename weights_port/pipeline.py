@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jdllm.data.windows import Windows
     from jdllm.training.loop import TrainingData
     from weights_port.encoder import EncoderInfo, HiddenStateEncoder
+    from weights_port.processes import EncoderProcesses
 
 STORED_VALID_WINDOWS = 512
 STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is known to a 300th of their spread
@@ -40,7 +41,7 @@ STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is kn
 MAY_CHANGE = (
     "training.steps", "training.minutes", "training.log_every", "training.sample_every", "training.checkpoint_every",
     "training.keep_checkpoints", "training.wandb", "feed.cache_dir", "feed.prefetch", "feed.encoder_device",
-    "feed.encoder_memory", "feed.encoder_batch_tokens", "sampling",
+    "feed.encoder_memory", "feed.encoder_processes", "feed.encoder_batch_tokens", "sampling",
 )  # fmt: skip
 # The encoder's own values replace these, so the ones in a fresh config say nothing.
 RESOLVED = ("model.hidden_dim", "model.vocab_size")
@@ -212,15 +213,26 @@ def prepare(config: Config, run_dir: Path) -> Prepared:
     found = prepared_before(config, run_dir)
     if found is not None:
         return found
-    from tokenizers import Tokenizer
-
     from jdllm.data.text import read_documents
-    from jdllm.data.train_and_held_out import evenly, train_and_held_out
-    from weights_port.encoder import check_length
+    from weights_port.processes import EncoderProcesses
 
     for source in filter(None, (config.data, config.valid_data)):
         next(iter(read_documents(source)), None)  # bad text is said in a second, not after the encoder has loaded
     encoder = load(config)
+    try:
+        return prepare_with(encoder, config, run_dir)
+    finally:
+        if isinstance(encoder, EncoderProcesses):
+            encoder.close()
+
+
+def prepare_with(encoder: HiddenStateEncoder | EncoderProcesses, config: Config, run_dir: Path) -> Prepared:
+    """The same with the encoder at hand."""
+    from tokenizers import Tokenizer
+
+    from jdllm.data.train_and_held_out import evenly, train_and_held_out
+    from weights_port.encoder import check_length
+
     check_length(encoder.info, config.model.num_tokens)
     config = resolve(config, encoder.info)
     train, valid = train_and_held_out(config, Tokenizer.from_str(encoder.tokenizer_json), encoder.info.eos_id)
@@ -303,12 +315,20 @@ def prepared_before(config: Config, run_dir: Path) -> Prepared | None:
     return Prepared(config, info, tokenizer_json, *sources, data["train_windows"])
 
 
-def load(config: Config) -> HiddenStateEncoder:
-    """The frozen model of a config, its upper layers left out."""
+def load(config: Config) -> HiddenStateEncoder | EncoderProcesses:
+    """The frozen model of a config, its upper layers left out; in processes of its own where there are several."""
+    from weights_port.checkpoints import open_checkpoint
     from weights_port.encoder import load_encoder
+    from weights_port.processes import start
 
     say(f"encoder: loading {config.encoder}")
     feed = config.feed
+    if feed.encoder_processes > 1:
+        source = dict(revision=feed.revision, trust_remote_code=feed.trust_remote_code)
+        return start(
+            open_checkpoint(config.encoder, **source), feed.encoder_processes, config.encoder, feed.encoder_device,
+            layer=feed.layer, dtype=feed.encoder_dtype, weights=feed.encoder_weights, **source,
+        )  # fmt: skip
     return load_encoder(
         config.encoder, layer=feed.layer, device=feed.encoder_device, dtype=feed.encoder_dtype,
         weights=feed.encoder_weights, memory=feed.encoder_memory, revision=feed.revision,
@@ -321,7 +341,7 @@ def resolve(config: Config, info: EncoderInfo) -> Config:
     return config.replace(model__hidden_dim=info.hidden_dim, model__vocab_size=info.vocab_size)
 
 
-def extract(config: Config, encoder: HiddenStateEncoder, part: Windows) -> HiddenStateCache:
+def extract(config: Config, encoder: HiddenStateEncoder | EncoderProcesses, part: Windows) -> HiddenStateCache:
     """Hidden states of these windows, from the disk or through the encoder."""
     from jdllm.data.cache import HiddenStateCache
     from weights_port.extract import extract_to_cache
