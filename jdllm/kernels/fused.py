@@ -7,6 +7,7 @@ the launch through jax-triton here and by the test that runs the same source in 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import flax.struct
@@ -139,10 +140,12 @@ def denoise_fused(
         draw = jax.vmap(lambda index: jax.random.normal(jax.random.fold_in(later, index), shape))
         noise = (temperature * draw(jnp.arange(steps))).reshape(steps, rows, -1)
     outputs = scratch(model, tiling, dtype)
+    # jax-triton 0.4 calls this out_type, and 0.3, the last for Python 3.11, out_shape
+    out = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
     found = jax_triton.triton_call(
         *launch_arguments(weights, tables, model, noise, start.reshape(rows, -1), steps),
         kernel=denoise_loop,
-        out_shape=list(outputs.values()),
+        **{out: list(outputs.values())},
         grid=(tiling.programs,),
         num_warps=launch.num_warps,
         num_stages=launch.stages,

@@ -63,7 +63,7 @@ def obstacle(model: ModelConfig, *, guided: bool, dtype: str, weights: str | Non
         return f"it needs compute capability 8.0 or later, and this GPU has {capability}"
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"it needs the package {missing[0].replace('_', '-')} (pip install jdllm[kernels])"
+        return f"it needs the package {missing[0].replace('_', '-')} (install with: uv sync --extra cuda)"
     if guided:
         return "it knows no guidance; use guidance 0"
     if dtype != "bfloat16":
