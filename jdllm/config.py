@@ -53,6 +53,10 @@ class ModelConfig:
     """How latents are standardised: per latent index and dimension over the batch, per dimension, or RMSNorm per latent."""
     positional_path: bool = True
     """Query i also starts from token (or latent) i; without it the prototype collapsed (docs/design.md, section 2)."""
+    kind: Literal["ldlm", "autoregressive", "masked"] = "ldlm"
+    """Latent diffusion, or a baseline on the same data: an autoregressive transformer, or masked diffusion (MDLM)."""
+    trunk_depth: int | None = None
+    """Blocks of a baseline; by default as many as bring its trained weights nearest to those of the LDLM of the same shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,8 @@ class ObjectiveConfig:
     """Drawn per example from U(0, decoder_noise), or always decoder_noise."""
     decoder_noise_ramp_steps: int = 500
     """Steps over which the bound grows from a tenth to the whole."""
+    decoder_share: float = 1.0
+    """Share of each batch that the decoders are trained on; they learn sooner than the denoiser and cost half of a step."""
     self_conditioning: float = 0.5
     """Probability that an example sees the denoiser's own first estimate; 0 switches it off."""
 
@@ -206,7 +212,7 @@ class SamplingConfig:
     sampler: Literal["ddim", "sde", "early_stop"] = "ddim"
     """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
     steps: int = 10
-    """Denoising steps."""
+    """Denoising steps, also those of masked diffusion; an autoregressive model takes one step a token and reads none."""
     num: int = 8
     """Sequences to generate."""
     grid: Literal["u", "tau"] = "u"
@@ -214,7 +220,11 @@ class SamplingConfig:
     guidance: float = 0.0
     """Weight w of self-conditioning guidance, x + w (x - x without the previous estimate); doubles the cost of a step."""
     temperature: float = 1.0
-    """Scale of the initial noise."""
+    """Scale of the initial noise; of a baseline, what logits are divided by before a token is drawn, 0 takes the likeliest."""
+    order: Literal["confidence", "entropy", "random"] = "confidence"
+    """Masked diffusion: first the tokens drawn with the highest probability, where the model is surest, or anywhere."""
+    top_p: float = 1.0
+    """Baselines: draw from the likeliest tokens that together have this probability; 1 is all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,17 +322,28 @@ def _problems(config: Config) -> typing.Iterator[str]:
     for group, field in (
         ("objective", "gamma_min"), ("objective", "gamma_max"), ("objective", "gamma_gate"),
         ("objective", "gamma_rank"),
-        ("objective", "self_conditioning"), ("diffusion", "timestep_uniform_mass"), ("optimizer", "decay_fraction"),
-        ("optimizer", "ema_decay"), ("diffusion", "timestep_decay"),
+        ("objective", "self_conditioning"), ("objective", "decoder_share"), ("diffusion", "timestep_uniform_mass"),
+        ("optimizer", "decay_fraction"), ("optimizer", "ema_decay"), ("diffusion", "timestep_decay"),
     ):  # fmt: skip
         value = getattr(getattr(config, group), field)
         if not 0.0 <= value <= 1.0:
             yield f"{group}.{field}={value} is outside [0, 1]"
     if o.decoder_noise < 0:
         yield f"objective.decoder_noise={o.decoder_noise} is negative; 0 switches the noise off"
+    if o.decoder_share * (t.batch_size // t.accumulate) < 1:
+        yield (
+            f"objective.decoder_share={o.decoder_share} leaves the decoders no row of {t.batch_size // t.accumulate}; "
+            "use a larger share or batch"
+        )
     if d.schedule_d <= 0:
         yield f"diffusion.schedule_d={d.schedule_d} is not positive; 3 is the default, 1 the cosine schedule"
     feed = config.feed
+    if m.kind != "ldlm" and feed.feed == "online":
+        yield f"model.kind={m.kind} reads no hidden states; use feed.feed=cache with it"
+    if m.trunk_depth is not None and (m.kind == "ldlm" or m.trunk_depth < 1):
+        yield f"model.trunk_depth={m.trunk_depth} is a number of blocks from 1, for model.kind=autoregressive and masked alone"
+    if not 0.0 < config.sampling.top_p <= 1.0:
+        yield f"sampling.top_p={config.sampling.top_p} is outside (0, 1]"
     if feed.encoder_device == "spread" and feed.encoder_weights != "auto":
         yield (
             f"feed.encoder_weights={feed.encoder_weights} cannot be spread over devices; use feed.encoder_device=cuda, or "

@@ -73,11 +73,11 @@ class FeedForward(nnx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
-def rotary(x: Float[Array, "b n h c"]) -> Float[Array, "b n h c"]:
-    """Rotary position embedding of positions 0..n-1 (arXiv 2104.09864), pairs split in halves."""
+def rotary(x: Float[Array, "b n h c"], first: int | Int[Array, ""] = 0) -> Float[Array, "b n h c"]:
+    """Rotary position embedding of positions first..first+n-1 (arXiv 2104.09864), pairs split in halves."""
     half = x.shape[-1] // 2
     frequency = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    angle = (first + jnp.arange(x.shape[1], dtype=jnp.float32))[:, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
@@ -88,14 +88,15 @@ def attend(
     k: Float[Array, "b m h c"],
     v: Float[Array, "b m h c"],
     kv_lengths: Int[Array, " b"] | None = None,
+    causal: bool = False,
 ) -> Float[Array, "b n hc"]:
-    """Bidirectional softmax attention; keys at or beyond `kv_lengths` are not seen.  Heads come back side by side.
+    """Softmax attention; keys at or beyond `kv_lengths` are not seen, nor later ones if `causal`.  Heads come back side by side.
 
     cuDNN's fused kernel is taken on a GPU in bfloat16, where XLA's own would write the scores to memory.
     """
     fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     y = jax.nn.dot_product_attention(
-        q, k, v, key_value_seq_lengths=kv_lengths, implementation="cudnn" if fused else "xla"
+        q, k, v, key_value_seq_lengths=kv_lengths, is_causal=causal, implementation="cudnn" if fused else "xla"
     )
     return y.reshape(*y.shape[:2], -1)
 
@@ -106,18 +107,24 @@ def split_heads(x: Float[Array, "b n hc"], head_dim: int) -> Float[Array, "b n h
 
 
 class SelfAttention(nnx.Module):
-    """Bidirectional self-attention with rotary positions and normalised queries and keys (qk-norm)."""
+    """Self-attention, bidirectional or causal, with rotary positions and normalised queries and keys (qk-norm)."""
 
-    def __init__(self, dim: int, head_dim: int, *, out_scale: float, rngs: nnx.Rngs):
-        self.head_dim = head_dim
+    def __init__(self, dim: int, head_dim: int, *, out_scale: float, causal: bool = False, rngs: nnx.Rngs):
+        self.head_dim, self.causal = head_dim, causal
         self.qkv = linear(dim, 3 * dim, rngs=rngs)
         self.q_norm = RMSNorm(head_dim)
         self.k_norm = RMSNorm(head_dim)
         self.out = linear(dim, dim, scale=out_scale, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        return self.out(attend(*self.queries_keys_values(x), causal=self.causal))
+
+    def queries_keys_values(
+        self, x: Float[Array, "b n d"], first: int | Int[Array, ""] = 0
+    ) -> tuple[Float[Array, "b n h c"], Float[Array, "b n h c"], Float[Array, "b n h c"]]:
+        """What attention takes, of tokens at positions `first` and following."""
         q, k, v = (split_heads(part, self.head_dim) for part in jnp.split(self.qkv(x), 3, axis=-1))
-        return self.out(attend(rotary(self.q_norm(q)), rotary(self.k_norm(k)), v))
+        return rotary(self.q_norm(q), first), rotary(self.k_norm(k), first), v
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], depth: int, rngs: nnx.Rngs) -> nnx.Module:

@@ -18,12 +18,12 @@ HEAD_SCALE = 0.02
 
 
 class TokenBlock(nnx.Module):
-    """Bidirectional self-attention, then a feed-forward layer."""
+    """Self-attention, then a feed-forward layer."""
 
-    def __init__(self, dim: int, head_dim: int, ffn_multiple: int, depth: int, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int, head_dim: int, ffn_multiple: int, depth: int, *, causal: bool = False, rngs: nnx.Rngs):
         out_scale = (2 * depth) ** -0.5
         self.attention_norm = RMSNorm(dim)
-        self.attention = SelfAttention(dim, head_dim, out_scale=out_scale, rngs=rngs)
+        self.attention = SelfAttention(dim, head_dim, out_scale=out_scale, causal=causal, rngs=rngs)
         self.ffn_norm = RMSNorm(dim)
         self.ffn = FeedForward(dim, ffn_multiple, out_scale=out_scale, rngs=rngs)
 
@@ -35,14 +35,14 @@ class TokenBlock(nnx.Module):
 class TokenDecoder(nnx.Module):
     """Standardised hidden states (b, t, d_h) -> states that the head turns into logits by one product."""
 
-    def __init__(self, config: ModelConfig, *, walk: Walk, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, walk: Walk, causal: bool = False, rngs: nnx.Rngs):
         c, d = config, config.latent_dim
         self.walk = walk
         self.input = linear(c.hidden_dim, d, rngs=rngs)
         self.depth = c.token_decoder_depth
         if self.depth:
             self.blocks = stack(
-                lambda rngs: TokenBlock(d, c.head_dim, c.ffn_multiple, c.token_decoder_depth, rngs=rngs),
+                lambda rngs: TokenBlock(d, c.head_dim, c.ffn_multiple, c.token_decoder_depth, causal=causal, rngs=rngs),
                 self.depth,
                 rngs,
             )
@@ -59,6 +59,10 @@ class TokenDecoder(nnx.Module):
         x = self.input(hidden)
         if self.depth:
             x = run_stack(self.blocks, x, walk=self.walk)
+        return self.read(x)
+
+    def read(self, x: Float[Array, "b t d"]) -> Float[Array, "b t w"]:
+        """What the last block leaves, as input of the head."""
         return self.norm(x) if self.head_kind == "trained" else rms_norm(self.output(x))
 
     def logits(self, hidden: Float[Array, "b t dh"]) -> Float[Array, "b t v"]:
