@@ -67,6 +67,19 @@ def masked_mean(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array
     return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
 
 
+def spread_rows(batch: int, share: float) -> Int[np.ndarray, " r"]:
+    """The `share` of a batch's rows that lies evenly over it; rows are in random order already, so none need be drawn."""
+    return np.flatnonzero(np.diff(np.floor(np.arange(batch + 1) * share + 1e-9)))
+
+
+def token_cross_entropy(
+    states: Float[Array, "b t w"], head: Float[Array, "w v"], ids: Int[Array, "b t"]
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Negative log-likelihood in nats of each token, and 1 where it is the most likely one."""
+    nll, best = cross_entropy(states.reshape(-1, states.shape[-1]), head, ids.reshape(-1))
+    return nll.reshape(ids.shape), (best.reshape(ids.shape) == ids).astype(jnp.float32)
+
+
 def denoise_with_self_conditioning(
     model: LDLM,
     z_tau: Float[Array, "b k d"],
@@ -76,18 +89,15 @@ def denoise_with_self_conditioning(
 ) -> Float[Array, "b k d"]:
     """The estimate that L_diff judges.  A share `probability` of the rows first makes a detached estimate from zeros.
 
-    The rows are spread evenly over the batch instead of drawn (times are in random order already), so that the first
-    pass runs on those rows only.
+    The first pass runs on those rows only.
     """
     z_tau = z_tau.astype(dtype)
     modulation = model.denoiser.modulation(tau)
     previous = jnp.zeros_like(z_tau)
-    if probability > 0:
-        bound = np.floor(np.arange(len(z_tau) + 1) * probability)
-        rows = np.flatnonzero(np.diff(bound))
-        if len(rows):
-            first = model.denoiser(z_tau[rows], modulation[rows], previous[rows])
-            previous = previous.at[rows].set(jax.lax.stop_gradient(first))
+    rows = spread_rows(len(z_tau), probability)
+    if len(rows):
+        first = model.denoiser(z_tau[rows], modulation[rows], previous[rows])
+        previous = previous.at[rows].set(jax.lax.stop_gradient(first))
     return model.denoiser(z_tau, modulation, previous).astype(jnp.float32)
 
 
@@ -107,7 +117,6 @@ def losses(
     o, schedule = config.objective, TangentSchedule(config.diffusion.schedule_d)
     dtype = jnp.dtype(config.training.compute_dtype)
     keys = jax.random.split(key, 4)
-    mask = jnp.arange(ids.shape[1]) < lengths[:, None]
 
     tau = warp(edges, draw_u(keys[0], len(ids)))
     z_tau = schedule.add_noise(z_diffusion, tau, jax.random.normal(keys[1], z_diffusion.shape))
@@ -115,6 +124,10 @@ def losses(
     loss_by_row = jnp.square(estimate - z_diffusion).mean((1, 2))
     loss_diffusion = loss_by_row.mean()
 
+    if o.decoder_share < 1:
+        rows = spread_rows(len(ids), o.decoder_share)
+        z_decoder, hidden, ids, lengths = z_decoder[rows], hidden[rows], ids[rows], lengths[rows]
+    mask = jnp.arange(ids.shape[1]) < lengths[:, None]
     sigma = decoder_sigma(keys[2], len(ids), noise_bound, o.decoder_noise_law)
     noisy = z_decoder + sigma * jax.random.normal(keys[3], z_decoder.shape)
     predicted = model.decoder(noisy.astype(dtype))
@@ -123,9 +136,8 @@ def losses(
 
     read = jax.lax.stop_gradient(predicted) if o.decoder_loss == "mse" else predicted
     states = model.token_decoder.states(read)
-    nll, best = cross_entropy(states.reshape(-1, states.shape[-1]), model.token_decoder.head[...], ids.reshape(-1))
-    loss_token = masked_mean(nll.reshape(ids.shape), mask)
-    accuracy = masked_mean((best.reshape(ids.shape) == ids).astype(jnp.float32), mask)
+    nll, right = token_cross_entropy(states, model.token_decoder.head[...], ids)
+    loss_token, accuracy = masked_mean(nll, mask), masked_mean(right, mask)
 
     total = loss_diffusion + loss_token + (loss_hidden if o.decoder_loss == "mse" else 0.0)
     terms = Terms(loss_diffusion, loss_hidden, loss_token, accuracy, tau, jax.lax.stop_gradient(loss_by_row))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jdllm.config import Config
-from jdllm.model.ldlm import Model
+from jdllm.model.ldlm import Model, trunk_depth
 
 PEAK_BF16_FLOPS = {
     "H200": 989e12,  # dense, with float32 accumulation, from the vendors' data sheets
@@ -26,10 +26,12 @@ PEAK_BF16_FLOPS = {
 def flops_per_window(model: Model) -> float:
     """Forward and backward FLOPs of one window: 6 per weight and position, attention scores, self-conditioning's extra pass.
 
-    Recomputation is not counted.
+    Recomputation is not counted, nor is what a causal model need not look at.
     """
     config: Config = model.config
     m = config.model
+    if m.kind != "ldlm":
+        return 3.0 * forward_of_tokens(model)
     weights = {
         part: sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(tree) if path[-1].key in ("kernel", "head"))
         for part, tree in model.param_shapes.items()
@@ -43,8 +45,21 @@ def flops_per_window(model: Model) -> float:
     }
     if m.head == "encoder":
         forward["token_decoder"] += 2 * m.hidden_dim * m.vocab_size * t
+    for part in ("decoder", "token_decoder"):
+        forward[part] *= config.objective.decoder_share
     extra = config.objective.self_conditioning * forward["denoiser"]
     return 3.0 * sum(forward.values()) + extra
+
+
+def forward_of_tokens(model: Model) -> float:
+    """FLOPs of a baseline's forward pass over one window; with its cache, an autoregressive model spends as much to write it."""
+    m, t = model.config.model, model.config.model.num_tokens
+    trees = (model.param_shapes, model.frozen_shapes)
+    matrices = sum(
+        x.size for path, x in jax.tree_util.tree_leaves_with_path(trees) if path[-1].key in ("kernel", "head")
+    )
+    seen = (t + 1) / 2 if m.kind == "autoregressive" else t
+    return 2.0 * matrices * t + 4.0 * trunk_depth(m) * t * seen * m.latent_dim
 
 
 def peak_flops() -> float | None:

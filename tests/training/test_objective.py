@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.config import ObjectiveConfig
+from jdllm.config import ConfigError, ObjectiveConfig
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.diffusion.timesteps import cumulative, draw_u, init_timesteps, warp
 from jdllm.model.ldlm import Model
@@ -195,6 +195,22 @@ def test_with_ce_the_token_loss_moves_them_and_the_mse_counts_no_more(term_gradi
 def test_the_denoising_loss_moves_neither_decoder(term_gradient):
     found = norms(term_gradient("loss_diffusion", "mse"))
     assert found["decoder"] == found["token_decoder"] == 0 < min(found["denoiser"], found["encoder"])
+
+
+def test_decoders_see_their_share_of_the_rows(tiny, state, batch):
+    """As many rows as were asked for, spread over the batch, and the others' latents get nothing from the decoders."""
+    config = tiny.replace(objective__decoder_share=0.25)
+    module, edges = Model(config).merge(state.params, {}), cumulative(state.timesteps, config.diffusion)
+    z = jax.random.normal(KEY, (ROWS, 8, 16))
+
+    def value(z_decoder):
+        hidden = batch["hidden"].astype(jnp.float32)
+        return losses(module, z, z_decoder, hidden, batch["ids"], batch["lengths"], KEY, 3.0, edges, config)[0]
+
+    felt = jnp.abs(jax.grad(value)(z)).sum((1, 2)) > 0
+    np.testing.assert_array_equal(np.flatnonzero(felt), [3, 7])
+    with pytest.raises(ConfigError, match="decoder_share=0.01 leaves the decoders no row of 8"):
+        tiny.replace(objective__decoder_share=0.01)
 
 
 def test_constants_are_no_way_to_please_any_loss(term_gradient):
