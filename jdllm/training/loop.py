@@ -185,8 +185,10 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                 if done % t.probe_every == 0 or ended():
                     found = attempt("probe", measure, state)
                     if found:
-                        state = move_gate(state, float(found["reconstruction"]), float(found["effective_rank"]), config)
-                        values = {k: v.tolist() for k, v in found.items()} | {"gate_open": float(state.gate_open)}
+                        values = {k: v.tolist() for k, v in found.items()}
+                        if config.model.kind == "ldlm":
+                            state = move_gate(state, values["reconstruction"], values["effective_rank"], config)
+                            values["gate_open"] = float(state.gate_open)
                         tracker.log(done, values, "probe")
                         last |= {k: v for k, v in values.items() if isinstance(v, float)}
                         progress.update(done, last)
@@ -202,7 +204,7 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                         last |= values
                     entropy = float(exchange([found[1]["entropy"] if found else np.nan])[0, 0])
                     if not np.isnan(entropy):
-                        gamma_up = last.get("gamma", 0.0) >= 0.5 * config.objective.gamma_max
+                        gamma_up = "gamma" in last and last["gamma"] >= 0.5 * config.objective.gamma_max
                         low = entropy < t.collapse_entropy * text_entropy
                         low_entropy = low_entropy + 1 if low and gamma_up else 0
                         if low_entropy >= 3:
@@ -300,7 +302,7 @@ def check_finite(values: dict[str, float], step: int) -> None:
 
 def check_collapse(values: dict[str, float], config: Config, step: int) -> None:
     """TrainingStopped when latents have become the same for all inputs."""
-    if values["latent_variance"] < config.training.collapse_variance:
+    if config.model.kind == "ldlm" and values["latent_variance"] < config.training.collapse_variance:
         raise TrainingStopped(
             f"step {step}: latents hardly depend on their input any more (their variance over the batch is "
             f"{values['latent_variance']:.4f}, training.collapse_variance is {config.training.collapse_variance}). Lower objective.gamma_max or raise objective.gamma_gate"

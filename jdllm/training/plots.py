@@ -34,6 +34,7 @@ _COURSE = (
         (("probe", "reconstruction", "without noise"), ("probe", "reconstruction_noisy", "with decoder noise")),
     ),
     ("Latent variance over the batch", False, None, (("train", "latent_variance", "variance"),)),
+    ("Held-out nats per token", False, None, (("probe", "nll", "of a baseline"),)),
     ("Effective rank of the latents", False, None, (("train", "effective_rank", "rank"),)),
 )
 _SHARES = (

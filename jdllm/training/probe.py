@@ -20,7 +20,7 @@ from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import standardize_batch
 from jdllm.training.objective import masked_mean
 from jdllm.training.state import TrainState
-from jdllm.training.step import Batch, cast, effective_rank, standardize_hidden
+from jdllm.training.step import BASELINES, Batch, cast, effective_rank, standardize_hidden
 
 BINS = 10
 """Intervals of tau in the logged curve."""
@@ -29,7 +29,10 @@ WINDOWS = 512
 
 
 def make_probe(model: Model) -> Callable[[TrainState, Params, Batch], dict[str, Array]]:
-    """`probe(state, frozen, batch)` -> reconstruction, reconstruction_noisy, effective_rank, loss_diffusion_bins (10,)."""
+    """`probe(state, frozen, batch)` -> reconstruction, reconstruction_noisy, effective_rank, loss_diffusion_bins (10,).
+
+    Of a baseline: nll, in nats per token (exact, or masked diffusion's bound), and token_accuracy.
+    """
     config: Config = model.config
     dtype = config.training.compute_dtype
 
@@ -56,7 +59,12 @@ def make_probe(model: Model) -> Callable[[TrainState, Params, Batch], dict[str, 
             "loss_diffusion_bins": loss @ bins / jnp.maximum(bins.sum(0), 1),
         }
 
-    return probe
+    def token_probe(state: TrainState, frozen: Params, batch: Batch) -> dict[str, Array]:
+        module = model.merge(cast(state.params, dtype), frozen)
+        key = jax.random.key(config.seed)
+        return BASELINES[config.model.kind].held_out(module, batch["ids"], batch["lengths"], key)
+
+    return probe if config.model.kind == "ldlm" else token_probe
 
 
 def move_gate(state: TrainState, reconstruction: float, rank: float, config: Config) -> TrainState:

@@ -110,6 +110,8 @@ def _summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"loss {metrics['loss']:.4g}" + (f" ({', '.join(terms)})" if terms else ""))
     if "reconstruction" in metrics:
         parts.append(f"reconstruction {metrics['reconstruction']:.1%}")
+    if "nll" in metrics:
+        parts.append(f"held out {metrics['nll']:.3f} nats per token")
     if "tokens_per_second" in metrics:
         rate = metrics["tokens_per_second"]
         parts.append(f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s")

@@ -14,12 +14,15 @@ from jdllm.config import Config
 from jdllm.diffusion.timesteps import cumulative, update_timesteps
 from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import LatentStats, standardize_batch, update_stats
+from jdllm.training import autoregressive, masked
 from jdllm.training.objective import Terms, decoder_noise_bound, gamma_at, losses
 from jdllm.training.state import TrainState, learning_rate
 
 Batch = dict[str, Array]
 """hidden (b, t, d_h) bfloat16 as the frozen model gave it, ids (b, t) int32, lengths (b,) int32."""
 Metrics = dict[str, Array]
+BASELINES = {"autoregressive": autoregressive, "masked": masked}
+"""Objectives on tokens alone, by model.kind; they read no hidden states."""
 
 
 def cast(params: Params, dtype: str) -> Params:
@@ -94,6 +97,20 @@ def gradients(
     return grads, (stats, terms, metrics)
 
 
+def token_gradients(
+    model: Model, params: Params, frozen: Params, state: TrainState, batch: Batch, key: Array
+) -> tuple[Params, tuple[None, None, Metrics]]:
+    """The same of a baseline, which keeps no statistics of latents and has no terms to adapt to."""
+    config = model.config
+
+    def loss(params: Params) -> tuple[Array, Metrics]:
+        module = model.merge(cast(params, config.training.compute_dtype), frozen)
+        return BASELINES[config.model.kind].losses(module, batch["ids"], batch["lengths"], key)
+
+    (total, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return grads, (None, None, {"loss": total, **metrics})
+
+
 def make_train_step(
     model: Model, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Params, Batch, Float[Array, ""]], tuple[TrainState, Metrics]]:
@@ -103,6 +120,7 @@ def make_train_step(
     """
     config: Config = model.config
     decay, pieces = config.optimizer.ema_decay, config.training.accumulate
+    gradient = gradients if config.model.kind == "ldlm" else token_gradients
 
     def train_step(
         state: TrainState, frozen: Params, batch: Batch, progress: Float[Array, ""]
@@ -110,11 +128,11 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), state.step)
 
         def piece(grads: Params, inputs: tuple[Batch, Array]) -> tuple[Params, Any]:
-            new, rest = gradients(model, state.params, frozen, state, inputs[0], jax.random.fold_in(key, inputs[1]))
+            new, rest = gradient(model, state.params, frozen, state, inputs[0], jax.random.fold_in(key, inputs[1]))
             return jax.tree.map(jnp.add, grads, new), rest
 
         if pieces == 1:
-            grads, (stats, terms, metrics) = gradients(model, state.params, frozen, state, batch, key)
+            grads, (stats, terms, metrics) = gradient(model, state.params, frozen, state, batch, key)
         else:
             split = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
             zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -129,12 +147,11 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
         ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)
+        state = state.replace(step=state.step + 1, params=params, ema_params=ema_params, opt_state=opt_state)
+        if config.model.kind != "ldlm":  # statistics, timesteps and gamma stay as they were made
+            return state, metrics
         gamma_progress = state.gamma_progress + jnp.where(state.gate_open, 1.0, -1.0)
         state = state.replace(
-            step=state.step + 1,
-            params=params,
-            ema_params=ema_params,
-            opt_state=opt_state,
             latent_stats=update_stats(state.latent_stats, stats, keep),
             timesteps=update_timesteps(
                 state.timesteps, terms.tau.ravel(), terms.loss_by_row.ravel(), config.diffusion.timestep_decay
