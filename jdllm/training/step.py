@@ -134,7 +134,8 @@ def make_train_step(
         if pieces == 1:
             grads, (stats, terms, metrics) = gradient(model, state.params, frozen, state, batch, key)
         else:
-            split = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+            # Every pieces-th row, so that each device finds its share of a piece among the rows it has.
+            split = jax.tree.map(lambda x: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1), batch)
             zeros = jax.tree.map(jnp.zeros_like, state.params)
             grads, (stats, terms, metrics) = jax.lax.scan(piece, zeros, (split, jnp.arange(pieces)))
             grads = jax.tree.map(lambda g: g / pieces, grads)

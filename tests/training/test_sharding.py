@@ -17,6 +17,7 @@ from jdllm.config import ConfigError, ModelConfig, preset
 from jdllm.model.ldlm import Model
 from jdllm.model.placement import SMALL, WHOLE, axis_to_shard, gather, spec
 from jdllm.training.checkpoint import Checkpoints
+from jdllm.training.run import load_frozen, save_frozen
 from jdllm.training.sharding import batch_sharding, make_mesh, on_mesh, own_rows, state_sharding, to_devices
 from jdllm.training.state import init_state, make_optimizer
 from jdllm.training.step import make_train_step
@@ -122,9 +123,14 @@ def in_eight(folder):
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     checkpoints.save(STEPS, state, {})
     checkpoints.close()
+    config = small_config(8).replace(model__head="encoder", model__hidden_dim=64)
+    model, head = Model(config), np.random.default_rng(0).normal(size=(64, 264)).astype("bfloat16")
+    save_frozen(folder, head)
+    loaded = load_frozen(folder, model, state_sharding(eight.mesh, model.frozen_shapes))["token_decoder"]["head"]
     two, four = Arranged(2, jax.devices()[:2]), Arranged(2, jax.devices()[:4])
     same = {"two": bits(two.restored(folder)) == bits(state), "four": bits(four.restored(folder)) == bits(state)}
     np.savez(folder / "four.npz", **four.run(four.restored(folder), STEPS)[1])
+    same["head"] = loaded.addressable_shards[0].data.shape == (8, 264) and bits(loaded) == [head.tobytes()]
     np.savez(folder / "same.npz", **same)
 
     def product(weight, x):
@@ -176,7 +182,8 @@ def test_a_checkpoint_of_eight_devices_is_the_same_on_one_two_and_four_and_train
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.ema_params):
         assert np.asarray(leaf).tobytes() == eight["weight" + jax.tree_util.keystr(path)].tobytes()
     assert_close(arranged.run(state, STEPS)[1], then)
-    assert {name: bool(value) for name, value in np.load(folder / "same.npz").items()} == {"two": True, "four": True}
+    same = {name: bool(value) for name, value in np.load(folder / "same.npz").items()}
+    assert same == {"two": True, "four": True, "head": True}
     assert_close(dict(np.load(folder / "four.npz")), then)
 
 

@@ -113,7 +113,7 @@ def accumulated(tiny, make_batch):
     after, metrics = step(state, {}, batch, 0.3)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), 0)
     run = jax.jit(lambda rows, key: gradients(model, state.params, {}, state, rows, key)[0])
-    halves = [run(jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch), jax.random.fold_in(key, i)) for i in (0, 1)]
+    halves = [run(jax.tree.map(lambda x, i=i: x[i::2], batch), jax.random.fold_in(key, i)) for i in (0, 1)]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
     return config, state, after, metrics, mean, run(batch, key)
 
