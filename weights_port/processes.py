@@ -248,8 +248,10 @@ def start(checkpoint: Checkpoint, count: int, name: str, device: str, **options:
 
 
 def _load(name: str, count: int, options: dict[str, object], device: str) -> HiddenStateEncoder:
-    if device == "cpu":
-        import torch
+    import torch
 
+    if device == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    else:
+        torch.cuda.set_device(device)  # kernels that do not look where their tensors are run on the current one
     return load_encoder(name, device=device, **options)

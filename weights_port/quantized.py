@@ -125,6 +125,12 @@ class PackingQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return param_name not in self.misshapen and packable(model, param_name)
 
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of one weight, by which transformers sets memory aside."""
+        if not self.param_needs_quantization(model, param_name):
+            return param.element_size()
+        return {"int8": 1.0, "nf4": 0.5}[self.quantization_config.kind] + 4 / BLOCK
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
