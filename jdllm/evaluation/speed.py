@@ -201,7 +201,7 @@ def missing_lines(missing: Sequence[NotRun]) -> list[str]:
     lines = []
     for (preset, implementation, reason), rows in groups.items():
         values = {
-            name: ", ".join(map(str, dict.fromkeys(getattr(row, name) for row in rows)))
+            name: ", ".join(map(str, sorted({getattr(row, name) for row in rows})))
             for name in ("weights", "batch", "latents", "steps")
         }
         sizes = "; ".join(f"{name} {listed}" for name, listed in values.items())
@@ -250,6 +250,7 @@ def plot(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> dict[str, 
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import matplotlib.ticker
 
     def lines(rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float], axes: Any) -> None:
         for way in dict.fromkeys((row.implementation, row.weights) for row in rows):
@@ -273,7 +274,7 @@ def plot(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> dict[str, 
         )
         axes.set_xticks(sorted({getattr(row, name) for row in chosen}), minor=False)
         axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(folder / f"throughput_by_{name}.png", dpi=110)
