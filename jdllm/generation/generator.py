@@ -19,11 +19,18 @@ from jdllm.config import Config, ConfigError, SamplingConfig
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.generation import generate
+from jdllm.generation.baselines import TokenProgram
 from jdllm.kernels.quantize import cast
 from jdllm.model.ldlm import Model, Params
 from jdllm.model.standardize import LatentStats
 
 OnStep = Callable[[int, int, Int[np.ndarray, "n t"]], None]
+OPTIONS = {
+    "ldlm": ("num", "steps", "sampler", "grid", "guidance", "temperature"),
+    "autoregressive": ("num", "temperature", "top_p"),
+    "masked": ("num", "steps", "order", "temperature", "top_p"),
+}
+"""Fields of SamplingConfig that mean something, by model.kind."""
 BATCH = 256
 """Sequences generated in one program; more are generated in several calls, so that memory does not grow with `num`."""
 PROGRAMS = 4
@@ -52,21 +59,30 @@ class Generator:
     """Of the denoising loop: `auto` or one of kernels.op.IMPLEMENTATIONS."""
 
     def __post_init__(self) -> None:
-        self._programs: dict[tuple, generate.Program] = {}
+        self._programs: dict[tuple, generate.Program | TokenProgram] = {}
         self.model = Model(self.config)
         self.params = cast(self.params, self.dtype)
 
     def sampling(self, **options: Any) -> SamplingConfig:
         """The run's sampling defaults with `options` in their place; ConfigError on an impossible one."""
-        known = {field.name for field in dataclasses.fields(SamplingConfig)}
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"no sampling option '{name}'; there are: {', '.join(sorted(known))}")
-        chosen = dataclasses.replace(self.config.sampling, **{k: v for k, v in options.items() if v is not None})
+        kind, given = self.config.model.kind, {k: v for k, v in options.items() if v is not None}
+        for name in given:
+            if name not in OPTIONS[kind]:
+                why = ", which takes one step a token" if (kind, name) == ("autoregressive", "steps") else ""
+                raise ConfigError(
+                    f"no sampling option '{name}' for model.kind={kind}{why}; there are: {', '.join(OPTIONS[kind])}"
+                )
+        chosen = dataclasses.replace(self.config.sampling, **given)
+        if kind == "autoregressive":
+            chosen = dataclasses.replace(chosen, steps=self.config.model.num_tokens)
         if chosen.sampler not in samplers.SAMPLERS:
             raise ConfigError(f"sampler={chosen.sampler!r} is not one of {', '.join(samplers.SAMPLERS)}")
         if chosen.grid not in ("u", "tau"):
             raise ConfigError(f"grid={chosen.grid!r} is not one of u, tau")
+        if chosen.order not in ("confidence", "entropy", "random"):
+            raise ConfigError(f"order={chosen.order!r} is not one of confidence, entropy, random")
+        if not 0.0 < chosen.top_p <= 1.0:
+            raise ConfigError(f"top_p={chosen.top_p} is outside (0, 1]; 1 draws from all tokens")
         if chosen.steps < 1 or chosen.num < 1:
             raise ConfigError(f"steps={chosen.steps} and num={chosen.num} must be at least 1")
         return chosen
@@ -76,12 +92,16 @@ class Generator:
     ) -> Int[np.ndarray, "num t"]:
         """Tokens of `num` windows, as they come from the model, EOS and what follows it included.
 
-        Options are those of SamplingConfig: num, steps, sampler, grid, guidance, temperature.  The same seed and options
-        give the same tokens.  `on_step(step, total, tokens)` is called after every denoising step with the text as it
+        Options are those of SamplingConfig: num, steps, sampler, grid, guidance, temperature, or of a baseline what OPTIONS
+        names.  The same seed and options give the same tokens.  `on_step(step, total, tokens)` is called after every denoising step with the text as it
         then reads; steps are separate programs in that case, and slower.
         """
         s = self.sampling(**options)
         key = jax.random.key(seed)
+        if on_step is not None and self.config.model.kind != "ldlm":
+            raise ConfigError(
+                f"only latents can be watched; model.kind={self.config.model.kind} generates without --watch"
+            )
         if on_step is not None:
             return self._watched(key, s, on_step)
         done = []
@@ -90,16 +110,22 @@ class Generator:
             done.append(program(jax.random.fold_in(key, index), s.temperature, s.guidance))
         return np.concatenate([np.asarray(tokens) for tokens in done])
 
-    def program(self, s: SamplingConfig, num: int) -> generate.Program:
+    def program(self, s: SamplingConfig, num: int) -> generate.Program | TokenProgram:
         """The program for `num` sequences at once; those of the last few settings are kept."""
-        wanted = (num, s.steps, s.sampler, s.grid, s.guidance != 0.0, self.implementation)
+        guided = s.guidance != 0.0
+        wanted = (num, s.steps, s.sampler, s.grid, guided, s.order, s.top_p, self.implementation)
         if wanted not in self._programs:
             while len(self._programs) >= PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            self._programs[wanted] = generate.Program(
-                self.model, self.params, self.frozen, self.edges, num=num, steps=s.steps, sampler=s.sampler,
-                grid=s.grid, guided=s.guidance != 0.0, dtype=self.dtype, implementation=self.implementation,
-            )  # fmt: skip
+            if self.config.model.kind == "ldlm":
+                made = generate.Program(
+                    self.model, self.params, self.frozen, self.edges, num=num, steps=s.steps, sampler=s.sampler,
+                    grid=s.grid, guided=guided, dtype=self.dtype, implementation=self.implementation,
+                )  # fmt: skip
+            else:
+                arguments = (self.model, self.params, self.frozen, s)
+                made = TokenProgram(*arguments, num=num, implementation=self.implementation)
+            self._programs[wanted] = made
         return self._programs[wanted]
 
     def taken(self) -> str:

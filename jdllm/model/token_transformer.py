@@ -45,25 +45,27 @@ class TokenTransformer(nnx.Module):
         self.token_decoder = TokenDecoder(shapes, walk=walk, causal=causal, rngs=rngs)
         self.head_dim, self.width = config.head_dim, config.latent_dim
 
-    def embed(self, ids: Int[Array, "b n"]) -> Float[Array, "b n w"]:
-        """Columns of the head and the vector of NONE, all of length sqrt(w)."""
+    def table(self) -> Float[Array, "v w"]:
+        """The head as embeddings; in float32, since the gradient adds up thousands of places of the same token."""
         head = self.token_decoder.head[...]
-        dtype = self.token_decoder.input.kernel.dtype
-        head = gather(head, axis_to_shard(["head"], head.shape, max(shards(), 1)))
-        # In float32, since the gradient adds up thousands of places of the same token.
-        found = jnp.take(head.T.astype(jnp.float32), jnp.maximum(ids, 0), axis=0)
-        return rms_norm(jnp.where((ids == NONE)[..., None], self.none[...].astype(jnp.float32), found)).astype(dtype)
+        return gather(head, axis_to_shard(["head"], head.shape, max(shards(), 1))).T.astype(jnp.float32)
+
+    def embed(self, ids: Int[Array, "b n"], table: Float[Array, "v w"]) -> Float[Array, "b n w"]:
+        """Rows of the table, or the vector of NONE, all of length sqrt(w)."""
+        found = jnp.take(table, jnp.maximum(ids, 0), axis=0)
+        found = jnp.where((ids == NONE)[..., None], self.none[...].astype(jnp.float32), found)
+        return rms_norm(found).astype(self.none[...].dtype)
 
     def states(self, ids: Int[Array, "b t"]) -> Float[Array, "b t w"]:
         """Inputs of the head at every position.
 
         Causal, position i has read ids 0..i, so shift them by one (`shifted`) to predict i; else it has read them all.
         """
-        return self.token_decoder.states(self.embed(ids))
+        return self.token_decoder.states(self.embed(ids, self.table()))
 
     def logits(self, ids: Int[Array, "b t"]) -> Float[Array, "b t v"]:
         """All logits in float32; for short sequences and tests."""
-        return self.token_decoder.logits(self.embed(ids))
+        return self.token_decoder.logits(self.embed(ids, self.table()))
 
     def blocks(self) -> list[TokenBlock]:
         """The blocks one by one, for a loop that walks over them many times and should cut the stack only once."""
@@ -74,14 +76,22 @@ class TokenTransformer(nnx.Module):
     def empty_cache(self, rows: int, length: int) -> list[Cache]:
         """Room for `length` tokens of each row, for every block."""
         shape = (rows, length, self.width // self.head_dim, self.head_dim)
-        empty = jnp.zeros(shape, self.token_decoder.input.kernel.dtype)
+        empty = jnp.zeros(shape, self.none[...].dtype)
         return [Cache(empty, empty) for _ in range(self.token_decoder.depth)]
 
     def advance(
-        self, blocks: list[TokenBlock], ids: Int[Array, " b"], position: Int[Array, ""], cache: list[Cache]
+        self,
+        blocks: list[TokenBlock],
+        table: Float[Array, "v w"],
+        ids: Int[Array, " b"],
+        position: Int[Array, ""],
+        cache: list[Cache],
     ) -> tuple[Float[Array, "b w"], list[Cache]]:
-        """One token further: the states at `position`, which reads `ids`, and the cache with it."""
-        x = self.token_decoder.input(self.embed(ids[:, None]))
+        """One token further: the states at `position`, which reads `ids`, and the cache with it.
+
+        `blocks` and `table` are this module's own, made once for all tokens.
+        """
+        x = self.token_decoder.input(self.embed(ids[:, None], table))
         grown = []
         for block, seen in zip(blocks, cache, strict=True):
             x, seen = _advance(block, x, position, seen)
