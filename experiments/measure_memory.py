@@ -165,7 +165,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
     after_steps = peak()
     held_out = jax.device_put(windows(min(config.feed.valid_windows, WINDOWS)))
-    probe = jax.jit(make_probe(Model(config))).lower(state, frozen, held_out).compile()
+    probe = jax.jit(make_probe(Model(config)), keep_unused=True).lower(state, frozen, held_out).compile()
     jax.block_until_ready(probe(state, frozen, held_out))
     after_probe = peak()
 
