@@ -23,7 +23,7 @@ import tyro
 import jdllm
 from jdllm.evaluation.diversity import text_lengths
 from jdllm.evaluation.evaluate import held_out_ids
-from jdllm.evaluation.report import command_line, commit, text_figures
+from jdllm.evaluation.report import command_line, commit, scores_of, text_figures
 
 STEPS = (4, 10, 32, 64)
 GRID: list[dict[str, Any]] = [
@@ -69,7 +69,13 @@ def main() -> int:
 
     def row(name: str, ids: np.ndarray, about: dict[str, Any]) -> None:
         lengths = text_lengths(ids, generator.eos_id)
-        rows.append({"name": name, **about, **dataclasses.asdict(text_figures(ids, lengths, scorer.score))})
+        rows.append(
+            {
+                "name": name,
+                **about,
+                **dataclasses.asdict(text_figures(ids, lengths, scores_of(ids, lengths, scorer.score))),
+            }
+        )
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}
         print(json.dumps(shown), flush=True)
 

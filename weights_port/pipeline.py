@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from weights_port.encoder import EncoderInfo, HiddenStateEncoder
     from weights_port.processes import EncoderProcesses
 
-STORED_VALID_WINDOWS = 512
+STORED_VALID_WINDOWS = 2048  # half of them is what MAUVE compares with
 STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is known to a 300th of their spread
 
 # What a resumed run may change without becoming another run.  Everything else shapes the weights.

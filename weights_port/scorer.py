@@ -1,9 +1,9 @@
-"""Generative perplexity: how likely a causal language model finds texts.
+"""How likely a causal language model finds texts, and where it puts them: perplexity, and features for MAUVE.
 
-exp(sum of all -log p / number of predicted tokens), natural logarithm; the first token of a text has nothing before it and
+Perplexity is exp(sum of all -log p / number of predicted tokens), natural logarithm; the first token of a text has nothing before it and
 is not scored.  Texts are scored in the scorer's own tokens: given ids of the same tokenizer are used as they are, others are
 decoded and tokenised again.  The model is an encoder read at its last layer (weights_port/encoder.py) with its output head;
-the head runs in float32, because bfloat16 logits would cost two digits.
+the head runs in float32, because bfloat16 logits would cost two digits.  Features come from the same pass.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from weights_port.encoder import EncoderInfo, check_length, load_encoder
 from weights_port.head import head_bias, head_matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import tokenizers
     import torch
 
     from jdllm.evaluation.evaluate import Scorer as RunScorer
+    from jdllm.evaluation.report import Scores
     from jdllm.generation.generator import Generator
 
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}
@@ -50,14 +51,19 @@ class Scorer:
 
     def perplexity(self, texts: Sequence[str]) -> float:
         """Perplexity of the corpus under the scorer's own tokens; texts of fewer than two tokens count for nothing."""
-        encoded = [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False) if len(e.ids) > 1]
-        if not encoded:
+        ids, lengths = self.encode(texts)
+        if (lengths < 2).all():
             raise EncoderError(f"perplexity: none of {len(texts)} texts has two tokens of scorer {self.identity!r}")
+        return self.perplexity_of_ids(ids, lengths)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]]:
+        """The scorer's own tokens of each text, padded, and how many they are."""
+        encoded = [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         lengths = np.array([len(ids) for ids in encoded], np.int32)
-        ids = np.full((len(encoded), lengths.max()), self.info.eos_id, np.int32)
+        ids = np.full((len(encoded), lengths.max(initial=0)), self.info.eos_id, np.int32)
         for row, tokens in zip(ids, encoded, strict=True):
             row[: len(tokens)] = tokens
-        return self.perplexity_of_ids(ids, lengths)
+        return ids, lengths
 
     def perplexity_of_ids(self, ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]) -> float:
         """The same of token ids of the scorer's own tokenizer."""
@@ -70,24 +76,35 @@ class Scorer:
         self, ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]
     ) -> Float[np.ndarray, "n t-1"]:
         """-log p(token j+1 | tokens 0..j) in nats at column j; zero where token j+1 is padding."""
+        return self.read(ids, lengths)[0]
+
+    def read(
+        self, ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]
+    ) -> tuple[Float[np.ndarray, "n t-1"], Float[np.ndarray, "n f"]]:
+        """The same, and the mean over a text of its last hidden states but the first; zero for texts of one token.
+
+        The state of the first token is left out, since large models put the same huge activation there in every text.
+        """
         ids, lengths = np.asarray(ids, np.int32), np.asarray(lengths, np.int32)
         check_length(self.info, int(lengths.max(initial=0)))
         result = np.zeros((len(ids), max(ids.shape[1] - 1, 0)), np.float32)
+        features = np.zeros((len(ids), self.info.hidden_dim), np.float32)
         order = np.argsort(-lengths, kind="stable")
         order = order[lengths[order] > 1]
         at = 0
         while at < len(order):
             longest = int(lengths[order[at]])
             rows = order[at : at + max(1, _BATCH_TOKENS[self._encoder.device.type] // longest)]
-            result[rows, : longest - 1] = self._batch(ids[rows, :longest], lengths[rows])
+            result[rows, : longest - 1], features[rows] = self._batch(ids[rows, :longest], lengths[rows])
             at += len(rows)
-        return result
+        return result, features
 
-    def _batch(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _batch(self, ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
         with torch.inference_mode():
-            hidden = self._encoder.states(ids, lengths)[:, :-1]
+            states = self._encoder.states(ids, lengths)
+            hidden = states[:, :-1]
             targets = torch.from_numpy(ids[:, 1:].astype(np.int64)).to(hidden.device)
             scored = torch.arange(1, ids.shape[1])[None] < torch.from_numpy(lengths)[:, None]
             scored = scored.to(hidden.device)
@@ -99,7 +116,9 @@ class Scorer:
             ]
             result = torch.zeros(targets.shape, device=hidden.device)
             result[scored] = torch.cat(losses)
-            return result.cpu().numpy()
+            later = torch.where(scored[..., None], states[:, 1:].float(), 0.0)
+            features = later.sum(1) / scored.sum(1, keepdim=True)
+            return result.cpu().numpy(), features.cpu().numpy()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(m, d) -> (m, v), with the scalings that Cohere, Granite and Gemma put on their logits."""
@@ -136,12 +155,23 @@ def scorer_for_run(name: str, run_dir: Path, generator: Generator) -> RunScorer:
 
     scorer = Scorer(name)
     encoder = EncoderInfo(**json.loads((run_dir / "data.json").read_text())["encoder"])
-    own_ids = scorer.same_tokenizer(generator.tokenizer)
-
-    def score(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]) -> float:
-        if own_ids:
-            return scorer.perplexity_of_ids(ids, lengths)
-        rows = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-        return scorer.perplexity(generator.tokenizer.decode_batch(rows, skip_special_tokens=True))
-
+    score = scores_of(scorer, generator.tokenizer)
     return RunScorer(name=scorer.identity, score=score, is_encoder=scorer.is_model_of(encoder))
+
+
+def scores_of(
+    scorer: Scorer, tokenizer: tokenizers.Tokenizer
+) -> Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], Scores]:
+    """(ids of that tokenizer, lengths) -> what evaluation reads of each text; ids of another tokenizer are decoded first."""
+    from jdllm.evaluation.report import Scores
+
+    own_ids = scorer.same_tokenizer(tokenizer)
+
+    def score(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]) -> Scores:
+        if not own_ids:
+            rows = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+            ids, lengths = scorer.encode(tokenizer.decode_batch(rows, skip_special_tokens=True))
+        nll, features = scorer.read(ids, lengths)
+        return Scores(nll.sum(1, dtype=np.float64), np.maximum(lengths - 1, 0), features)
+
+    return score

@@ -5,7 +5,7 @@ number for text that stops at its first end-of-sequence token, which itself is n
 only beside the same figures of human text with the same lengths and the same number of rows, since all of them depend on
 both; `cut_to_lengths_of` makes that text.
 
-Left out: MAUVE and anything else that needs embeddings (issue 11), self-BLEU (quadratic, and distinct-n says it sooner).
+Left out: what needs embeddings (mauve.py), self-BLEU (quadratic, and distinct-n says it sooner).
 """
 
 from __future__ import annotations
@@ -49,12 +49,20 @@ def repetition(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"], orde
 
     seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319): 1 - different n-grams / n-grams.
     """
-    shares = []
-    for tokens, length in zip(ids, lengths):
+    shares = repetition_by_row(ids, lengths, order)
+    return float(np.nanmean(shares)) if np.isfinite(shares).any() else float("nan")
+
+
+def repetition_by_row(
+    ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"], order: int = 4
+) -> Float[np.ndarray, " n"]:
+    """The same of each row; nan where it is too short to have any."""
+    shares = np.full(len(ids), np.nan)
+    for row, (tokens, length) in enumerate(zip(ids, lengths)):
         grams = _ngrams(tokens[:length], order)
         if len(grams):
-            shares.append(1.0 - len(np.unique(grams, axis=0)) / len(grams))
-    return float(np.mean(shares)) if shares else float("nan")
+            shares[row] = 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+    return shares
 
 
 def sample_figures(ids: Int[np.ndarray, "n t"], eos_id: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jdllm.data.cache import HiddenStateCache
 from jdllm.data.text import DataError
 from jdllm.evaluation import report as reporting
 from jdllm.evaluation.reconstruction import denoising_loss_by_tau, reconstruction_accuracy
-from jdllm.evaluation.report import Score
+from jdllm.evaluation.report import Score, Scores
 from jdllm.generation.generator import Generator
 from jdllm.training.checkpoint import Checkpoints
 from jdllm.training.run import load
@@ -54,7 +54,10 @@ def evaluate_run(
     """
     generator = load(run_dir, checkpoint=checkpoint)
     human, notes = held_out_ids(run_dir), []
-    accuracy, losses = of_hidden_states(run_dir, generator, seed, notes)
+    kind = generator.config.model.kind
+    accuracy, losses = of_hidden_states(run_dir, generator, seed, notes) if kind == "ldlm" else (None, None)
+    if kind == "autoregressive":
+        steps = (generator.config.model.num_tokens,)  # one a token, whatever is asked for
     sampling = generator.sampling(**options)
     num = sampling.num
     tokens = {}
@@ -126,10 +129,10 @@ def held_out_ids(run_dir: Path) -> Int[np.ndarray, "m t"]:
 
 
 def remembered(score: Score) -> Score:
-    """The same scorer, which judges equal texts once: human text is cut alike for most step counts."""
-    known: dict[bytes, float] = {}
+    """The same scorer, which reads equal texts once: human text is cut alike for most step counts."""
+    known: dict[bytes, Scores] = {}
 
-    def once(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]) -> float:
+    def once(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"]) -> Scores:
         valid = np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, -1)
         key = valid.tobytes()
         if key not in known:

@@ -4,7 +4,7 @@ A figure of samples alone says little: low perplexity is also what "the the the"
 So each stands beside the same figure of held-out human text, cut to the lengths of the samples (diversity.py).  Human
 windows start in the middle of a sentence and so do samples, hence both are scored alike, without any context before them.
 
-The scoring model is passed in as a function, so this room stays free of torch.  Left out: MAUVE and memorisation checks.
+The scoring model is passed in as a function, so this room stays free of torch.  Left out: memorisation checks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,29 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from jdllm.evaluation import diversity
+from jdllm.evaluation import diversity, intervals
+from jdllm.evaluation.intervals import Interval
+from jdllm.evaluation.mauve import mauve
 
-Score = Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], float]
-"""(ids, lengths) -> perplexity over all tokens but the first of each row."""
+
+class Scores(NamedTuple):
+    """What a scoring model says of n texts, each by itself."""
+
+    nll: Float[np.ndarray, " n"]
+    """Sum of -log p over the predicted tokens, in nats."""
+    predicted: Int[np.ndarray, " n"]
+    """Number of predicted tokens: all but the first."""
+    features: Float[np.ndarray, "n f"]
+    """Where the model puts the text, for MAUVE."""
+
+
+Score = Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], Scores]
+"""(ids, lengths) -> Scores."""
 
 SHOWN_SAMPLES = 32
 
@@ -45,39 +59,83 @@ class TextFigures:
     """Tokens of a text, mean, without EOS."""
     texts: int
     """Texts that were counted."""
+    mauve: float | None = None
+    """Against one half of the human text; None without a scorer, or with fewer than 40 human texts."""
+    intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
+    """95% intervals over texts of perplexity, entropy, repetition_4 and mauve."""
 
 
 def text_figures(
     ids: Int[np.ndarray, "n t"],
     lengths: Int[np.ndarray, " n"],
-    score: Score | None,
+    scores: Scores | None,
     *,
     distinct_texts: int | None = None,
 ) -> TextFigures:
-    """All figures of n texts; `lengths` counts the tokens of each that belong to it.
+    """All figures of n texts but MAUVE; `lengths` counts the tokens of each that belong to it.
 
     distinct-n falls as text grows, so it is taken over the first `distinct_texts` only.
     """
-    scorable, first = lengths >= 2, slice(0, distinct_texts)
+    entropies = diversity.unigram_entropy(ids, lengths)
+    repeated = diversity.repetition_by_row(ids, lengths, 4)
+    repeated, first = repeated[~np.isnan(repeated)], slice(0, distinct_texts)
+    ranges = {"entropy": intervals.of_mean(entropies), "repetition_4": intervals.of_mean(repeated)}
+    perplexity = None
+    if scores is not None:
+        perplexity = float(np.exp(scores.nll.sum() / scores.predicted.sum()))
+        ranges["perplexity"] = intervals.of_perplexity(scores.nll, scores.predicted)
     return TextFigures(
-        perplexity=score(ids[scorable], lengths[scorable]) if score and scorable.any() else None,
-        entropy=float(diversity.unigram_entropy(ids, lengths).mean()),
+        perplexity=perplexity,
+        entropy=float(entropies.mean()),
         distinct_2=diversity.distinct(ids[first], lengths[first], 2),
         distinct_3=diversity.distinct(ids[first], lengths[first], 3),
         repetition_4=diversity.repetition(ids, lengths, 4),
         tokens=float(lengths.mean()),
         texts=len(ids),
+        intervals=ranges,
     )
 
 
 def beside_human(
     samples: Int[np.ndarray, "n t"], human: Int[np.ndarray, "m t"], eos_id: int, score: Score | None
 ) -> tuple[TextFigures, TextFigures]:
-    """Figures of n samples, and of min(n, m) human texts cut to their lengths; distinct-n over equally many of both."""
+    """Figures of n samples, and of up to 2n human texts, cut to the lengths of the samples; distinct-n over equally many.
+
+    Human texts are taken evenly from all m and in turns: the odd ones are the reference of MAUVE, the even ones are what human
+    text scores against it, the samples' first ones, as many, what samples do.
+    """
     lengths, available = diversity.text_lengths(samples, eos_id), diversity.text_lengths(human, eos_id)
-    rows, cut = diversity.cut_to_lengths_of(lengths, available)
-    own = text_figures(samples, lengths, score, distinct_texts=len(rows))
-    return own, text_figures(human[rows], cut, score)
+    chosen = np.linspace(0, len(human) - 1, min(2 * len(samples), len(human))).astype(int)
+    human, available = human[chosen], available[chosen]
+    _, cut = diversity.cut_to_lengths_of(np.resize(lengths, len(human)), available)
+    of_samples, of_human = scores_of(samples, lengths, score), scores_of(human, cut, score)
+    equally = min(len(samples), len(human))
+    own = text_figures(samples, lengths, of_samples, distinct_texts=equally)
+    beside = text_figures(human, cut, of_human, distinct_texts=equally)
+    if of_samples is None or of_human is None:
+        return own, beside
+    half = len(of_human.features) // 2
+    reference, other = of_human.features[1::2][:half], of_human.features[0::2][:half]
+    return _with_mauve(own, reference, of_samples.features[:half]), _with_mauve(beside, reference, other)
+
+
+def scores_of(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"], score: Score | None) -> Scores | None:
+    """Of the texts of two tokens and more; None without a scorer or such texts."""
+    scorable = lengths >= 2
+    if score is None or not scorable.any():
+        return None
+    found = score(ids[scorable], lengths[scorable])
+    return found if found.predicted.any() else None
+
+
+def _with_mauve(
+    figures: TextFigures, human: Float[np.ndarray, "m f"], features: Float[np.ndarray, "m f"]
+) -> TextFigures:
+    """The figures with MAUVE of these features; as they were where there is too little text."""
+    value, interval = mauve(human, features)
+    if math.isnan(value):
+        return figures
+    return dataclasses.replace(figures, mauve=value, intervals={**figures.intervals, "mauve": interval})
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +145,10 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "gen_ppl": {steps: row["samples"]["perplexity"] for steps, row in by_steps.items()},
         "entropy": {steps: row["samples"]["entropy"] for steps, row in by_steps.items()},
+        "mauve": {steps: row["samples"].get("mauve") for steps, row in by_steps.items()},
         "human_ppl": human["perplexity"],
         "human_entropy": human["entropy"],
+        "human_mauve": human.get("mauve"),
         "recon": (report["reconstruction"] or {}).get("0"),
         "gpu_minutes": report["minutes"],
         "scorer": report["scorer"],
@@ -102,8 +162,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"### {report['run']}, step {report['checkpoint']:,}",
         "",
-        "| text | perplexity | x human | entropy (nats) | vs human | distinct-2 | distinct-3 | repeated 4-grams | tokens | texts |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| text | perplexity | x human | entropy (nats) | vs human | MAUVE | distinct-2 | distinct-3 | repeated 4-grams | tokens | texts |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for steps, row in report["samples"].items():
         own, human = row["samples"], row["human"]
@@ -111,6 +171,11 @@ def markdown(report: dict[str, Any]) -> str:
         change = own["entropy"] / human["entropy"] - 1 if human["entropy"] else None
         lines.append(_row(f"{steps} steps", own, _number(ratio, "{:.2f}"), _number(change, "{:+.1%}")))
         lines.append(_row("human, same length", human, "1", "0%"))
+    if any(row["samples"].get("intervals") for row in report["samples"].values()):
+        lines += [
+            "",
+            "In brackets: 95% intervals over texts (bootstrap). They say nothing about another training seed.",
+        ]
     if report["reconstruction"]:
         lines += [
             "",
@@ -129,11 +194,20 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _row(name: str, figures: dict[str, Any], ratio: str, change: str) -> str:
     cells = [
-        name, _number(figures["perplexity"], "{:.1f}"), ratio, f"{figures['entropy']:.3f}", change,
+        name, with_interval(figures, "perplexity", "{:.1f}"), ratio, with_interval(figures, "entropy", "{:.3f}"), change,
+        with_interval(figures, "mauve", "{:.3f}"),
         _number(figures["distinct_2"], "{:.3f}"), _number(figures["distinct_3"], "{:.3f}"),
         _number(figures["repetition_4"], "{:.2%}"), f"{figures['tokens']:.1f}", str(figures["texts"]),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def with_interval(figures: dict[str, Any], key: str, form: str) -> str:
+    """30.1 [28.9, 31.4], or 30.1 where no interval is known, or a dash."""
+    value, interval = figures.get(key), (figures.get("intervals") or {}).get(key)
+    if interval is None or value is None or None in interval or not all(map(math.isfinite, interval)):
+        return _number(value, form)
+    return f"{_number(value, form)} [{form.format(interval[0])}, {form.format(interval[1])}]"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -60,6 +60,18 @@ def test_repetition_of_one_token_and_of_none():
     assert diversity.repetition(np.arange(7)[None], np.array([7]), 4) == 0.0
 
 
+def test_repetition_of_a_a_a():
+    assert diversity.repetition(np.full((1, 3), 3), np.array([3]), 1) == pytest.approx(2 / 3)
+    assert diversity.repetition(np.full((1, 3), 3), np.array([3]), 2) == 0.5
+
+
+def test_rows_without_ngrams_do_not_count_in_the_mean_repetition():
+    ids = np.array([[3, 3, 3, 3], [1, 2, 3, 4]])
+    by_row = diversity.repetition_by_row(ids, np.array([4, 1]), 2)
+    assert by_row[0] == pytest.approx(2 / 3) and np.isnan(by_row[1])
+    assert diversity.repetition(ids, np.array([4, 1]), 2) == by_row[0]
+
+
 def test_repetition_is_within_rows_only():
     ids = np.tile(np.arange(8), (5, 1))
     assert diversity.repetition(ids, np.full(5, 8), 2) == 0.0

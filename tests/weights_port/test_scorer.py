@@ -35,6 +35,18 @@ def test_likelihoods_are_those_of_the_full_model(kind):
         assert (row[length - 1 :] == 0).all()
 
 
+def test_features_are_means_of_the_last_states_of_all_tokens_but_the_first(scorer):
+    model = tiny_model("qwen3_5")
+    found = scorer.read(IDS, LENGTHS)[1]
+    for row, ids, length in zip(found, IDS, LENGTHS):
+        if length < 2:
+            assert (row == 0).all()
+            continue
+        with torch.no_grad():
+            states = model(torch.from_numpy(ids[:length]).long()[None], output_hidden_states=True).hidden_states[-1]
+        np.testing.assert_allclose(row, states[0, 1:].mean(0).numpy(), atol=2e-5)
+
+
 def test_perplexity_is_over_all_predicted_tokens(scorer):
     total = scorer.negative_log_likelihoods(IDS, LENGTHS).sum(dtype=np.float64)
     assert scorer.perplexity_of_ids(IDS, LENGTHS) == pytest.approx(np.exp(total / (20 + 3 + 0 + 12 + 1)))
@@ -87,5 +99,7 @@ def test_ids_of_another_tokenizer_are_tokenised_again(scorer, tmp_path, monkeypa
         for row, tokens in zip(ids, rows):
             row[: len(tokens)] = tokens
         found = scoring.scorer_for_run("any", tmp_path, SimpleNamespace(tokenizer=tokenizer))
-        assert found.score(ids, np.array(list(map(len, rows)))) == pytest.approx(scorer.perplexity(texts), rel=1e-5)
+        scores = found.score(ids, np.array(list(map(len, rows))))
+        assert np.exp(scores.nll.sum() / scores.predicted.sum()) == pytest.approx(scorer.perplexity(texts), rel=1e-5)
+        np.testing.assert_allclose(scores.features, scorer.read(*scorer.encode(texts))[1], atol=1e-5)
         assert found.name == "tiny-qwen3_5" and not found.is_encoder
