@@ -101,6 +101,8 @@ class ObjectiveConfig:
     """Steps over which the bound grows from a tenth to the whole."""
     decoder_share: float = 1.0
     """Share of each batch that the decoders are trained on; they learn sooner than the denoiser and cost half of a step."""
+    frozen_after: float = 1.0
+    """Share of the run after which the denoiser alone is trained, on latents that stay as they are (two stages); 1 is never."""
     self_conditioning: float = 0.5
     """Probability that an example sees the denoiser's own first estimate; 0 switches it off."""
 
@@ -322,7 +324,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
     for group, field in (
         ("objective", "gamma_min"), ("objective", "gamma_max"), ("objective", "gamma_gate"),
         ("objective", "gamma_rank"),
-        ("objective", "self_conditioning"), ("objective", "decoder_share"), ("diffusion", "timestep_uniform_mass"),
+        ("objective", "self_conditioning"), ("objective", "decoder_share"), ("objective", "frozen_after"),
+        ("diffusion", "timestep_uniform_mass"),
         ("optimizer", "decay_fraction"), ("optimizer", "ema_decay"), ("diffusion", "timestep_decay"),
     ):  # fmt: skip
         value = getattr(getattr(config, group), field)

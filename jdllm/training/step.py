@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jdllm.config import Config
 from jdllm.diffusion.timesteps import cumulative, update_timesteps
@@ -111,6 +111,14 @@ def token_gradients(
     return grads, (None, None, {"loss": total, **metrics})
 
 
+def of_this_stage(updates: Params, first: Bool[Array, ""]) -> Params:
+    """All updates in the first of two stages, those of the denoiser in the second."""
+    return {
+        part: tree if part == "denoiser" else jax.tree.map(lambda x: jnp.where(first, x, 0.0), tree)
+        for part, tree in updates.items()
+    }
+
+
 def make_train_step(
     model: Model, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Params, Batch, Float[Array, ""]], tuple[TrainState, Metrics]]:
@@ -145,6 +153,8 @@ def make_train_step(
         metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda update: rate * update, updates)
+        if config.objective.frozen_after < 1:
+            updates = of_this_stage(updates, progress < config.objective.frozen_after)
         params = optax.apply_updates(state.params, updates)
         keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
         ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)

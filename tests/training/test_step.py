@@ -11,7 +11,7 @@ import pytest
 from jdllm.model.ldlm import Model
 from jdllm.model.standardize import standardize_batch
 from jdllm.training.state import init_state, is_matrix, learning_rate, make_optimizer
-from jdllm.training.step import effective_rank, gradients, make_train_step, standardize_hidden
+from jdllm.training.step import effective_rank, gradients, make_train_step, of_this_stage, standardize_hidden
 
 MEAN, STD = jnp.full(12, 0.1), jnp.full(12, 1.2)
 
@@ -204,3 +204,12 @@ def test_bfloat16_compute_keeps_float32_masters(tiny, make_batch):
     kinds = jax.tree.map(lambda new, old: (new.shape, new.dtype) == (old.shape, old.dtype), after, state)
     assert all(jax.tree.leaves(kinds))
     assert {leaf.dtype for leaf in jax.tree.leaves((after.params, after.ema_params))} == {jnp.dtype("float32")}
+
+
+def test_in_the_second_of_two_stages_the_denoiser_alone_moves(plain):
+    ones = jax.tree.map(jnp.ones_like, plain[2].params)
+    for first in (True, False):
+        moved = {part: jax.tree.leaves(tree) for part, tree in of_this_stage(ones, jnp.asarray(first)).items()}
+        assert moved.keys() == {"encoder", "denoiser", "decoder", "token_decoder"}
+        for part, leaves in moved.items():
+            assert all((x == float(first or part == "denoiser")).all() for x in leaves), part
