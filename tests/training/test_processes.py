@@ -30,7 +30,7 @@ def small_config(fsdp=2):
     return preset("smoke").replace(
         model=model, training__batch_size=8, training__fsdp=fsdp, training__wandb="disabled", training__steps=50,
         training__log_every=2, training__probe_every=3, training__sample_every=4, training__checkpoint_every=50,
-        diffusion__timestep_bins=10, sampling__steps=2, objective__gamma_gate=0.01, objective__gamma_rank=0.0,
+        diffusion__timestep_bins=10, sampling__steps=2, objective__gamma_gate=0.01, objective__gamma_rank=0.0, objective__self_conditioning=0.0,
         optimizer__warmup_steps=1,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def folder(tmp_path_factory):
                 stdout=(folder / f"{name}.txt").open("w"), stderr=subprocess.STDOUT,
             )  # fmt: skip
         train_until_interrupted(small_config(fsdp=1), folder / "alone", STOP)
-        codes = {name: process.wait(timeout=240) for name, process in started.items()}
+        codes = {name: process.wait(timeout=420) for name, process in started.items()}
     finally:
         for process in started.values():
             process.kill()
