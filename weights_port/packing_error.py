@@ -63,7 +63,7 @@ def packing_error(
 
     exact, reference = states("float32", "auto"), states("bfloat16", "auto")
     packed = {kind: relative_errors(states("bfloat16", kind), reference) for kind in kinds}
-    return PackingError(str(name), relative_errors(reference, exact), packed)
+    return PackingError(Path(name).name, relative_errors(reference, exact), packed)
 
 
 def states_by_layer(

@@ -18,6 +18,8 @@ MTP block and vision tower to 19 and 333 tensors.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weights_port.checkpoints import EncoderError
@@ -62,17 +64,21 @@ def published_config(name: str) -> PretrainedConfig:
 
 def checkpoint_shapes(name: str) -> Shapes:
     """Names and shapes of all tensors as the checkpoint should have them, MTP block included; no memory is used."""
+    config = published_config(name)
+    shapes = _shapes(config)
+    return shapes | _mtp_shapes(shapes, config.get_text_config())
+
+
+def _shapes(config: PretrainedConfig) -> Shapes:
     import torch
     import transformers
 
     from weights_port.loading import quiet
 
-    config = published_config(name)
     kind = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[config.model_type]
     with quiet(), torch.device("meta"):
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    return shapes | _mtp_shapes(shapes, config.get_text_config())
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 def _mtp_shapes(shapes: Shapes, text: PretrainedConfig) -> Shapes:
@@ -82,3 +88,39 @@ def _mtp_shapes(shapes: Shapes, text: PretrainedConfig) -> Shapes:
     block = {key.replace(layer, "mtp.layers.0."): shape for key, shape in shapes.items() if key.startswith(layer)}
     norms = {f"mtp.{norm}.weight": (width,) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     return {**block, **norms, "mtp.fc.weight": (width, 2 * width)}
+
+
+def save_random(config: PretrainedConfig, folder: Path, device: str = "cpu") -> None:
+    """Write random weights of the text model and head of a multimodal config in bfloat16, one file for each layer.
+
+    For measurements at full width, where the numbers in the weights do not matter but their size does.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from weights_port.checkpoints import block_index
+    from weights_port.tiny import save_tokenizer
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def value(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if key.endswith("A_log"):
+            return torch.empty(shape, device=device).uniform_(1, 16, generator=generator).log()
+        if len(shape) == 1:  # gains are stored less one, but for the norm inside linear attention
+            return torch.full(shape, float("dt_bias" in key or "linear_attn.norm" in key), device=device)
+        return 0.02 * torch.randn(shape, generator=generator, device=device)
+
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in _shapes(config).items():
+        if "visual." not in key:
+            layer = block_index(key.removeprefix("model.language_model."))
+            name = key.split(".")[-2] if layer is None else f"layer-{layer:02d}"
+            files.setdefault(f"{name}.safetensors", {})[key] = shape
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, shapes in files.items():
+        weights = {key: value(key, shape).to("cpu", torch.bfloat16) for key, shape in shapes.items()}
+        save_file(weights, folder / file)
+    weight_map = {key: file for file, shapes in files.items() for key in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config.save_pretrained(folder)
+    save_tokenizer(folder)

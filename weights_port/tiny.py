@@ -100,11 +100,12 @@ def save_tiny(kind: str, folder: Path, **shape: int) -> PreTrainedModel:
     """The same as a folder in Hugging Face's layout; returns the full model it was written from."""
     model = tiny_model(kind, **shape)
     model.save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return model
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
+    """The byte tokenizer, as a folder in Hugging Face's layout has it."""
     (folder / "tokenizer.json").write_text(byte_tokenizer_json(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL_TOKENS[0]}))
 
@@ -144,5 +145,5 @@ def save_tiny_multimodal(kind: str, folder: Path) -> PreTrainedModel:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return model

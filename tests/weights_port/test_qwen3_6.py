@@ -2,12 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
+import transformers
 
 from weights_port.checkpoints import Checkpoint, EncoderError, bare_name
-from weights_port.head import head_key
+from weights_port.encoder import load_encoder
+from weights_port.head import folded_head, head_key
 from weights_port.loading import FINAL_NORMS, needed_keys, skeleton
-from weights_port.qwen3_6 import NAMES, checkpoint_shapes, published_config
+from weights_port.qwen3_6 import NAMES, checkpoint_shapes, published_config, save_random
+from weights_port.tiny import text_config
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -59,3 +63,16 @@ def test_the_head_is_found(model):
 def test_another_model_gets_a_sentence():
     with pytest.raises(EncoderError, match="there are Qwen/Qwen3.6-27B, Qwen/Qwen3.6-35B-A3B"):
         published_config("Qwen/Qwen9")
+
+
+def test_random_weights_can_be_loaded_and_stay_finite(tmp_path):
+    text = text_config("qwen3_5_moe").to_dict()
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config={"depth": 1}, tie_word_embeddings=False)
+    save_random(config, tmp_path)
+    assert {"layer-00.safetensors", "layer-03.safetensors", "embed_tokens.safetensors"} < {
+        p.name for p in tmp_path.iterdir()
+    }
+    encoder = load_encoder(str(tmp_path), device="cpu", layer=-1)
+    states = encoder.states(np.arange(40, dtype=np.int32).reshape(2, 20), np.array([20, 20]))
+    assert states.isfinite().all() and states.std() > 0.1
+    assert folded_head(encoder.checkpoint).shape == (64, 260)
