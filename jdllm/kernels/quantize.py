@@ -82,7 +82,8 @@ class QuantizedMatrix:
         """x @ matrix in `dtype`, added up in float32.
 
         A scale per channel is applied to the result, so that nothing but a conversion stands between the stored bytes and
-        the product: that much XLA fuses into the product, and bfloat16 holds int8 and e4m3 values exactly.
+        the product, which is what XLA's matrix products can take in (whether they do is what the benchmark shows); bfloat16
+        holds int8 and e4m3 values exactly.
         """
         if self.weights == "int4":
             y = jnp.matmul(x, self.dequantize(x.dtype), preferred_element_type=jnp.float32)
