@@ -122,6 +122,14 @@ class Plan:
     compiled: dict[str, Compiled] = dataclasses.field(default_factory=dict)
     """XLA's own account of step and probe of the fitting config (of the given one, when none fits), where it was asked."""
 
+    @property
+    def command(self) -> str | None:
+        """The `jdllm train` that fits, with packed weights of the frozen model where these alone fit; None without one."""
+        if self.fitting is None:
+            return None
+        weights = self.encoder_weights or self.config.feed.encoder_weights
+        return command_line(self.fitting.replace(feed__encoder_weights=weights))
+
 
 def make_plan(config: Config, device_memory: float, *, device: Device = "gpu", devices: int | None = None) -> Plan:
     """Plan for devices of `device_memory` GB (10^9 bytes); ConfigError on sizes and counts that make no sense."""
@@ -233,7 +241,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "parts": [dataclasses.asdict(part) for part in plan.memory.parts],
         "switches": [dataclasses.asdict(one) for one in plan.turned],
         "peak_with_switches": plan.least,
-        "command": None if plan.fitting is None else command_line(plan.fitting),
+        "command": plan.command,
         "encoder": plan.encoder,
         "encoder_weights": plan.encoder_weights,
         "cache_bytes_per_token": plan.token_bytes,
@@ -272,19 +280,19 @@ def table(plan: Plan, tokens: int | None = None) -> str:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    have = f"{plan.room / 1e9:.1f} GB (a sixteenth of the device is left free)"
+    have = f"{_short(plan.room)} (a sixteenth of the device is left free)"
     if plan.fitting is not None and not plan.turned:
-        lines = [f"It fits: {plan.memory.peak / 1e9:.1f} of {have}.", f"  {command_line(plan.fitting)}"]
+        lines = [f"It fits: {_short(plan.memory.peak)} of {have}.", f"  {plan.command}"]
     else:
-        lines = [f"It does not fit: {plan.memory.peak / 1e9:.1f} GB, there are {have}.  In order of least harm:"]
+        lines = [f"It does not fit: {_short(plan.memory.peak)}, there are {have}.  In order of least harm:"]
         for one in plan.turned:
             names = ", ".join(f"{key.replace('__', '.')}={value}" for key, value in one.changes.items())
-            lines.append(f"  {names}: saves {max(one.saves, 0) / 1e9:.1f} GB; {one.cost}")
+            lines.append(f"  {names}: saves {_short(max(one.saves, 0))}; {one.cost}")
         if plan.fitting is not None:
-            lines += [f"Then it fits, with {plan.least / 1e9:.1f} GB:", f"  {command_line(plan.fitting)}"]
+            lines += [f"Then it fits, with {_short(plan.least)}:", f"  {plan.command}"]
         else:
             lines.append(
-                f"Even so it needs {plan.least / 1e9:.1f} GB.  Use a larger device, several (--training.fsdp N shards weights), "
+                f"Even so it needs {_short(plan.least)}.  Use a larger device, several (--training.fsdp N shards weights), "
                 "or a smaller preset"
             )
     taken = plan.room / (1 - FREE) * PREALLOCATED
@@ -303,21 +311,26 @@ def _before(plan: Plan, tokens: int | None) -> list[str]:
         lines.append(f"The size of the encoder {plan.config.encoder} is not known here and not counted.")
     else:
         kinds = "" if feed.encoder_weights == "auto" else f" in {feed.encoder_weights}"
-        lines.append(
-            f"The frozen encoder's weights{kinds} take {plan.encoder / 1e9:.1f} GB while hidden states are made."
-        )
+        lines.append(f"The frozen encoder's weights{kinds} take {_short(plan.encoder)} while hidden states are made.")
         if plan.encoder_weights is None:
             lines[-1] += (
-                "  That does not fit; --feed.encoder-device spread puts layers on all GPUs and the rest in CPU memory."
+                "  Those do not fit; --feed.encoder-device spread puts layers on all GPUs and the rest in CPU memory."
             )
         elif plan.encoder_weights != feed.encoder_weights:
-            lines[-1] += f"  That does not fit; --feed.encoder-weights {plan.encoder_weights} does."
+            lines[-1] += (
+                f"  Those do not fit; in {plan.encoder_weights} they do, which changes hidden states a little.  "
+                "What the encoder needs beside its weights grows with --feed.encoder-batch-tokens and is not counted."
+            )
     if (plan.fitting or plan.config).feed.feed == "cache":
         tokens = tokens or feed.max_tokens
         count, what = (tokens, f"{tokens:,} tokens") if tokens else (1_000_000, "each million tokens")
-        lines.append(f"The cache takes {count * plan.token_bytes / 1e9:.1f} GB on the disk for {what}.")
+        lines.append(f"The cache takes {_short(count * plan.token_bytes)} on the disk for {what}.")
     return lines
 
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:8.3f}"
+
+
+def _short(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e9:.3f} GB"

@@ -12,7 +12,7 @@ from jdllm import cli
 from jdllm.config import PRESETS, ConfigError, preset
 from jdllm.model.ldlm import Model
 from jdllm.training.memory import held_bytes, memory, state_shapes
-from jdllm.training.plan import make_plan, show, to_dict
+from jdllm.training.plan import make_plan, show, to_dict, with_xla
 from jdllm.training.sharding import state_sharding
 from jdllm.training.state import init_state, make_optimizer
 
@@ -36,7 +36,8 @@ def test_every_preset_can_be_planned(name):
 def test_the_preset_for_a_32_gb_card_fits_into_30_as_it_is():
     plan = make_plan(preset("qwen3.6-27b-5090"), 32)
     assert plan.memory.peak <= 30e9 and not plan.turned and plan.fitting == plan.config
-    assert plan.encoder_weights in ("int8", "nf4")  # the frozen model alone, before training, needs packed weights
+    assert plan.encoder_weights == "int8"  # the frozen model alone, before training, needs packed weights
+    assert plan.command == "jdllm train --preset qwen3.6-27b-5090 --feed.encoder-weights int8"
 
 
 def test_the_state_is_what_a_run_allocates(tiny):
@@ -83,7 +84,8 @@ def test_what_does_not_fit_gets_a_command_line_that_does():
         assert plan.memory.peak > plan.room >= plan.least and plan.turned
         assert plan.least == memory(plan.fitting).peak
         command = to_dict(plan)["command"]
-        assert cli.parse(shlex.split(command)[1:]).config == plan.fitting
+        typed = cli.parse(shlex.split(command)[1:]).config
+        assert typed == plan.fitting.replace(feed__encoder_weights=plan.encoder_weights)
 
 
 def test_least_harm_comes_first():
@@ -121,5 +123,7 @@ def test_plan_from_the_command_line(capsys):
 def test_sizes_that_make_no_sense_are_sentences():
     with pytest.raises(ConfigError, match="--device-memory 0 is not positive"):
         make_plan(preset("smoke"), 0)
+    with pytest.raises(ConfigError, match="asks XLA for a cpu, the device at hand; give --device cpu"):
+        with_xla(make_plan(preset("smoke"), 32))
     with pytest.raises(ConfigError, match="--devices 3 does not fit"):
         make_plan(preset("smoke"), 32, devices=3)
