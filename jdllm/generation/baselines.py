@@ -17,7 +17,7 @@ from jdllm.config import ConfigError, SamplingConfig
 from jdllm.generation.draw import draw
 from jdllm.kernels.op import Choice
 from jdllm.model.ldlm import Model, Params
-from jdllm.model.token_transformer import NONE
+from jdllm.model.token_transformer import NONE, TokenTransformer
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num", "nucleus"))
@@ -62,24 +62,39 @@ def fill_in(
 ) -> Int[Array, "num t"]:
     """Masked diffusion in `steps` steps, one program for any number of them; more than t are no better than t."""
     module, t = model.merge(params, frozen), model.config.model.num_tokens
-    head = module.token_decoder.head[...]
 
     def step(index: Int[Array, ""], ids: Int[Array, "num t"]) -> Int[Array, "num t"]:
-        own = jax.random.fold_in(key, index)
-        states = module.states(ids)
-        drawn = draw(own, states.reshape(num * t, -1), head, temperature, top_p, nucleus=nucleus)
-        if order == "confidence":
-            score = drawn.log_probability.reshape(num, t)
-        elif order == "entropy":
-            score = -drawn.entropy.reshape(num, t)
-        else:
-            score = jax.random.uniform(jax.random.fold_in(own, t), (num, t))
-        masked = ids == NONE
-        rank = jnp.argsort(jnp.argsort(-jnp.where(masked, score, -jnp.inf), axis=1), axis=1)
-        count = t * (index + 1) // steps - t * index // steps
-        return jnp.where(masked & (rank < count), drawn.tokens.reshape(num, t), ids)
+        own, count = jax.random.fold_in(key, index), t * (index + 1) // steps - t * index // steps
+        return commit(module, own, ids, count, temperature, top_p, order=order, nucleus=nucleus)
 
     return jax.lax.fori_loop(0, steps, step, jnp.full((num, t), NONE, jnp.int32))
+
+
+def commit(
+    module: TokenTransformer,
+    key: Array,
+    ids: Int[Array, "num t"],
+    count: Int[Array, ""] | int,
+    temperature: Float[Array, ""] | float,
+    top_p: Float[Array, ""] | float,
+    *,
+    order: str,
+    nucleus: bool,
+) -> Int[Array, "num t"]:
+    """One step of masked diffusion: `count` of the places that hold NONE get their token, the first ones by `order`."""
+    states = module.states(ids)
+    flat = states.reshape(ids.size, -1)
+    drawn = draw(key, flat, module.token_decoder.head[...], temperature, top_p, nucleus=nucleus)
+    if order == "confidence":
+        score = drawn.log_probability
+    elif order == "entropy":
+        score = -drawn.entropy
+    else:
+        score = jax.random.uniform(jax.random.fold_in(key, ids.size), (ids.size,))
+    masked = ids == NONE
+    score = jnp.where(masked, score.reshape(ids.shape), -jnp.inf)
+    rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
+    return jnp.where(masked & (rank < count), drawn.tokens.reshape(ids.shape), ids)
 
 
 class TokenProgram:
