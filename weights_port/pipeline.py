@@ -139,6 +139,16 @@ def trainers_device() -> str:
     return f"cuda:{device.local_hardware_id}" if device.platform == "gpu" else "cpu"
 
 
+def own_card(device: str) -> str:
+    """For one of several processes, "auto" is the card that it trains on: several may share a host, and each sees all cards."""
+    import jax
+
+    if device != "auto" or not jax.distributed.is_initialized():
+        return device
+    found = trainers_device()
+    return found if found.startswith("cuda") else device
+
+
 def training_data(prepared: Prepared) -> TrainingData:
     """The loop's view of what was prepared."""
     from tokenizers import Tokenizer
@@ -330,7 +340,7 @@ def load(config: Config) -> HiddenStateEncoder | EncoderProcesses:
             layer=feed.layer, dtype=feed.encoder_dtype, weights=feed.encoder_weights, **source,
         )  # fmt: skip
     return load_encoder(
-        config.encoder, layer=feed.layer, device=feed.encoder_device, dtype=feed.encoder_dtype,
+        config.encoder, layer=feed.layer, device=own_card(feed.encoder_device), dtype=feed.encoder_dtype,
         weights=feed.encoder_weights, memory=feed.encoder_memory, revision=feed.revision,
         trust_remote_code=feed.trust_remote_code,
     )  # fmt: skip

@@ -199,3 +199,42 @@ def test_the_newest_samples_are_shown_when_training_ends(run_dir, capsys):
 def test_a_run_without_samples_shows_none(run_dir, capsys):
     pipeline.show_samples(run_dir)
     assert capsys.readouterr().out == ""
+
+
+class Card:
+    """As much of a JAX device as the pipeline asks for."""
+
+    def __init__(self, platform, number):
+        self.platform, self.local_hardware_id = platform, number
+
+
+@pytest.mark.parametrize(
+    ("device", "distributed", "card", "expected"),
+    [
+        ("auto", True, Card("gpu", 3), "cuda:3"),
+        ("auto", True, Card("cpu", 0), "auto"),
+        ("auto", False, Card("gpu", 3), "auto"),
+        ("cuda:1", True, Card("gpu", 3), "cuda:1"),
+    ],
+)
+def test_processes_on_one_host_encode_on_the_cards_they_train_on(device, distributed, card, expected, monkeypatch):
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: distributed)
+    monkeypatch.setattr("jax.local_devices", lambda: [card])
+    assert pipeline.own_card(device) == expected
+
+
+@pytest.mark.parametrize(
+    ("feed", "device", "cards", "left"),
+    [
+        ("online", "cuda:1", 3, "0,2"),
+        ("online", "cuda:0", 1, None),  # the only card is shared
+        ("online", "auto", 2, None),
+        ("cache", "cuda:1", 2, None),
+    ],
+)
+def test_a_card_given_to_an_online_encoder_is_not_trained_on(feed, device, cards, left, config, monkeypatch):
+    updates = {}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    monkeypatch.setattr("jax.config.update", updates.__setitem__)
+    pipeline.leave_card_to_encoder(config.replace(feed__feed=feed, feed__encoder_device=device))
+    assert updates == ({"jax_cuda_visible_devices": left} if left else {})
