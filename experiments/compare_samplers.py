@@ -22,7 +22,7 @@ import tyro
 
 import jdllm
 from jdllm.evaluation.diversity import text_lengths
-from jdllm.evaluation.evaluate import held_out_ids
+from jdllm.evaluation.evaluate import held_out_windows
 from jdllm.evaluation.report import command_line, commit, scores_of, text_figures
 
 STEPS = (4, 10, 32, 64)
@@ -79,7 +79,7 @@ def main() -> int:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}
         print(json.dumps(shown), flush=True)
 
-    row("human", held_out_ids(options.run)[: options.num], {})
+    row("human", held_out_windows(options.run)[0][: options.num], {})
     for settings, steps in itertools.product(GRID, STEPS):
         if time.perf_counter() - began > options.seconds:
             print("out of time", flush=True)

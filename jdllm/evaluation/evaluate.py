@@ -19,6 +19,7 @@ from jaxtyping import Int
 from jdllm.data.cache import HiddenStateCache
 from jdllm.data.text import DataError
 from jdllm.evaluation import report as reporting
+from jdllm.evaluation.likelihood import held_out_nll
 from jdllm.evaluation.reconstruction import denoising_loss_by_tau, reconstruction_accuracy
 from jdllm.evaluation.report import Score, Scores
 from jdllm.generation.generator import Generator
@@ -53,11 +54,12 @@ def evaluate_run(
     The scorer is loaded last, when everything that needs no scorer has been measured.
     """
     generator = load(run_dir, checkpoint=checkpoint)
-    human, notes = held_out_ids(run_dir), []
+    human, notes = held_out_windows(run_dir)[0], []
     kind = generator.config.model.kind
     accuracy, losses = of_hidden_states(run_dir, generator, seed, notes) if kind == "ldlm" else (None, None)
     if kind == "autoregressive":
         steps = (generator.config.model.num_tokens,)  # one a token, whatever is asked for
+    likelihood = None if kind == "ldlm" else held_out_nll(generator, *held_out_windows(run_dir), seed=seed)
     sampling = generator.sampling(**options)
     num = sampling.num
     tokens = {}
@@ -83,6 +85,7 @@ def evaluate_run(
         "samples": samples,
         "reconstruction": accuracy,
         "denoising_loss": losses,
+        "likelihood": likelihood,
         "notes": notes,
         "sampling": {
             **dataclasses.asdict(sampling),
@@ -119,13 +122,13 @@ def of_hidden_states(
     return accuracy, denoising_loss_by_tau(generator, source, seed=seed).tolist()
 
 
-def held_out_ids(run_dir: Path) -> Int[np.ndarray, "m t"]:
-    """Held-out windows that training left in the run folder; what follows their end is the EOS id."""
+def held_out_windows(run_dir: Path) -> tuple[Int[np.ndarray, "m t"], Int[np.ndarray, " m"]]:
+    """Ids and lengths of held-out windows that training left in the run folder; what follows their end is the EOS id."""
     path = run_dir / "valid_windows.npz"
     if not path.is_file():
         raise DataError(f"{path} is missing; the command that trained this run writes it again")
     with np.load(path) as stored:
-        return stored["ids"]
+        return stored["ids"], stored["lengths"]
 
 
 def remembered(score: Score) -> Score:

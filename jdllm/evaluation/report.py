@@ -150,6 +150,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
         "human_entropy": human["entropy"],
         "human_mauve": human.get("mauve"),
         "recon": (report["reconstruction"] or {}).get("0"),
+        **({"nll": report["likelihood"]["nll"]} if report.get("likelihood") else {}),
         "gpu_minutes": report["minutes"],
         "scorer": report["scorer"],
         "command": report["command"],
@@ -176,6 +177,14 @@ def markdown(report: dict[str, Any]) -> str:
             "",
             "In brackets: 95% intervals over texts (bootstrap). They say nothing about another training seed.",
         ]
+    if report.get("likelihood"):
+        found = report["likelihood"]
+        what = (
+            "at most, a bound from {draws} maskings (standard error {standard_error:.3f})"
+            if found["bound"]
+            else "exact"
+        )
+        lines += ["", f"Held-out text: {found['nll']:.3f} nats per token, {what.format(**found)}."]
     if report["reconstruction"]:
         lines += [
             "",

@@ -67,6 +67,8 @@ class Generator:
         """The run's sampling defaults with `options` in their place; ConfigError on an impossible one."""
         kind, given = self.config.model.kind, {k: v for k, v in options.items() if v is not None}
         for name in given:
+            if kind == "autoregressive" and name == "steps" and given["steps"] == self.config.model.num_tokens:
+                continue  # what it takes anyway
             if name not in OPTIONS[kind]:
                 why = ", which takes one step a token" if (kind, name) == ("autoregressive", "steps") else ""
                 raise ConfigError(

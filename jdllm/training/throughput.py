@@ -26,40 +26,40 @@ PEAK_BF16_FLOPS = {
 def flops_per_window(model: Model) -> float:
     """Forward and backward FLOPs of one window: 6 per weight and position, attention scores, self-conditioning's extra pass.
 
-    Recomputation is not counted, nor is what a causal model need not look at.
+    Recomputation is not counted.
     """
     config: Config = model.config
-    m = config.model
-    if m.kind != "ldlm":
-        return 3.0 * forward_of_tokens(model)
-    weights = {
-        part: sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(tree) if path[-1].key in ("kernel", "head"))
-        for part, tree in model.param_shapes.items()
-    }
-    t, k, d = m.num_tokens, m.num_latents, m.latent_dim
-    forward = {
-        "encoder": 2 * weights["encoder"] * max(t, k) + 4 * m.encoder_depth * k * (k + t) * d,
-        "decoder": 2 * weights["decoder"] * max(t, k) + 4 * m.decoder_depth * t * (k + t) * d,
-        "token_decoder": 2 * weights["token_decoder"] * t + 4 * m.token_decoder_depth * t * t * d,
-        "denoiser": 2 * weights["denoiser"] * k + 4 * m.denoiser_depth * k * k * d,
-    }
-    if m.head == "encoder":
-        forward["token_decoder"] += 2 * m.hidden_dim * m.vocab_size * t
+    forward = forward_flops(model)
+    if config.model.kind != "ldlm":
+        return 3.0 * forward["trunk"]
     for part in ("decoder", "token_decoder"):
         forward[part] *= config.objective.decoder_share
     extra = config.objective.self_conditioning * forward["denoiser"]
     return 3.0 * sum(forward.values()) + extra
 
 
-def forward_of_tokens(model: Model) -> float:
-    """FLOPs of a baseline's forward pass over one window; with its cache, an autoregressive model spends as much to write it."""
-    m, t = model.config.model, model.config.model.num_tokens
-    trees = (model.param_shapes, model.frozen_shapes)
-    matrices = sum(
-        x.size for path, x in jax.tree_util.tree_leaves_with_path(trees) if path[-1].key in ("kernel", "head")
-    )
-    seen = (t + 1) / 2 if m.kind == "autoregressive" else t
-    return 2.0 * matrices * t + 4.0 * trunk_depth(m) * t * seen * m.latent_dim
+def forward_flops(model: Model) -> dict[str, float]:
+    """FLOPs of one forward pass over one window, by module; a causal model computes only the scores that it looks at."""
+    m = model.config.model
+    weights = {
+        part: sum(
+            x.size
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+            if path and path[-1].key in ("kernel", "head")
+        )
+        for part, tree in model.param_shapes.items()
+    }
+    t, k, d = m.num_tokens, m.num_latents, m.latent_dim
+    frozen_head = m.hidden_dim * m.vocab_size if m.head == "encoder" else 0
+    if m.kind != "ldlm":
+        seen = (t + 1) / 2 if m.kind == "autoregressive" else t
+        return {"trunk": 2.0 * (weights["token_decoder"] + frozen_head) * t + 4.0 * trunk_depth(m) * t * seen * d}
+    return {
+        "encoder": 2 * weights["encoder"] * max(t, k) + 4 * m.encoder_depth * k * (k + t) * d,
+        "decoder": 2 * weights["decoder"] * max(t, k) + 4 * m.decoder_depth * t * (k + t) * d,
+        "token_decoder": 2 * (weights["token_decoder"] + frozen_head) * t + 4 * m.token_decoder_depth * t * t * d,
+        "denoiser": 2 * weights["denoiser"] * k + 4 * m.denoiser_depth * k * k * d,
+    }
 
 
 def peak_flops() -> float | None:
