@@ -72,7 +72,7 @@ class Generate:
     num: int | None = None
     """Texts to write; by default the run's sampling.num."""
     steps: int | None = None
-    """Denoising steps; by default the run's sampling.steps."""
+    """Denoising steps; by default the run's sampling.steps.  An autoregressive model takes one a token and none else."""
     sampler: Literal["ddim", "sde", "early_stop"] | None = None
     """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
     seed: int = 0
@@ -80,7 +80,11 @@ class Generate:
     guidance: float | None = None
     """Weight of self-conditioning guidance; anything but 0 doubles the cost of a step."""
     temperature: float | None = None
-    """Scale of the initial noise; below 1 is safer and more alike."""
+    """Scale of the initial noise, or softmax temperature of a baseline; below 1 is safer and more alike."""
+    order: Literal["confidence", "entropy", "random"] | None = None
+    """Masked diffusion: which places get their tokens first."""
+    top_p: float | None = None
+    """Baselines: draw from the likeliest tokens that together have this probability."""
     grid: Literal["u", "tau"] | None = None
     """Steps uniform in the trained warp u of time, or in time tau itself."""
     implementation: Literal["auto", "xla", "triton"] = "auto"
@@ -102,7 +106,7 @@ class Generate:
             raise ConfigError(f"--temperature {self.temperature} is negative; 1 is the noise of training, 0 is none")
         options = {
             field: getattr(self, field)
-            for field in ("num", "steps", "sampler", "guidance", "temperature", "grid")
+            for field in ("num", "steps", "sampler", "guidance", "temperature", "grid", "order", "top_p")
             if getattr(self, field) is not None
         }
         from jdllm.generation.show import generate
@@ -120,19 +124,23 @@ class Eval:
     run: Path
     """Folder of the run, such as runs/quickstart."""
     steps: str = "4,10,32,64"
-    """Denoising steps to measure, separated by commas."""
+    """Denoising steps to measure, separated by commas; an autoregressive model takes one a token, whatever is given."""
     num: int = 512
     """Samples for every step count."""
     seed: int = 0
     """Seed of the samples and of all noise."""
     sampler: Literal["ddim", "sde", "early_stop"] | None = None
-    """By default the run's own, as are the three below."""
+    """By default the run's own, as are the five below."""
     grid: Literal["u", "tau"] | None = None
     """Steps uniform in the warped u, or in tau."""
     guidance: float | None = None
     """Weight of self-conditioning guidance."""
     temperature: float | None = None
-    """Scale of the noise."""
+    """Scale of the noise, or softmax temperature of a baseline."""
+    order: Literal["confidence", "entropy", "random"] | None = None
+    """Masked diffusion: which places get their tokens first."""
+    top_p: float | None = None
+    """Baselines: draw from the likeliest tokens that together have this probability."""
     scorer: str = "smollm2"
     """Language model that scores samples: `smollm2`, a Hugging Face id or folder, or `none` to leave perplexity out."""
     checkpoint: int | None = None
@@ -153,7 +161,7 @@ class Eval:
 
             return scorer_for_run(self.scorer, self.run, generator)
 
-        names = ("num", "sampler", "grid", "guidance", "temperature")
+        names = ("num", "sampler", "grid", "guidance", "temperature", "order", "top_p")
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         report = evaluate_run(
             self.run, steps=steps, seed=self.seed, options=options, checkpoint=self.checkpoint,
@@ -250,6 +258,10 @@ class Plan:
     """JSON, sizes in bytes, instead of a table."""
 
     def __call__(self) -> int:
+        if self.config.model.kind != "ldlm":
+            raise ConfigError(
+                f"jdllm plan counts the memory of an LDLM; it does not know model.kind={self.config.model.kind}"
+            )
         from jdllm.training.plan import make_plan, show, with_xla
 
         plan = make_plan(self.config, self.device_memory, device=self.device, devices=self.devices)

@@ -37,6 +37,9 @@ def export_run(run_dir: Path, out: Path, *, checkpoint: int | None = None, dtype
 
     check_target(out, "--out")
     generator = load(run_dir, checkpoint=checkpoint, dtype="float32")
+    kind = generator.config.model.kind
+    if kind != "ldlm":
+        raise ConfigError(f"{run_dir} holds a baseline (model.kind={kind}); PyTorch's side knows the LDLM alone")
     if quantized_weights(generator.params):
         raise ConfigError(
             f"{run_dir} holds {quantized_weights(generator.params)} weights, which PyTorch's side does not read; export the "

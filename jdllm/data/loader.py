@@ -8,13 +8,30 @@ Left out on purpose: worker processes, since threads already copy at the speed o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grain
 import numpy as np
+from jaxtyping import Int
 
 from jdllm.data.cache import Batch, HiddenStateCache
 from jdllm.data.text import DataError
+
+
+class TokensOnly:
+    """A cache without its hidden states, which are never read from the disk: the same windows for models of tokens."""
+
+    def __init__(self, cache: HiddenStateCache) -> None:
+        self._cache, self.hash = cache, cache.hash
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def gather(self, indices: Sequence[int] | Int[np.ndarray, " b"]) -> Batch:
+        """ids (b, t) int32 and lengths (b,) int32."""
+        rows = np.asarray(indices, np.int64)
+        return {"ids": np.asarray(self._cache.ids[rows]), "lengths": np.asarray(self._cache.lengths[rows])}
 
 
 class BatchLoader:
@@ -26,7 +43,12 @@ class BatchLoader:
     """
 
     def __init__(
-        self, cache: HiddenStateCache, batch_size: int, seed: int, prefetch: int = 4, own_rows: slice = slice(None)
+        self,
+        cache: HiddenStateCache | TokensOnly,
+        batch_size: int,
+        seed: int,
+        prefetch: int = 4,
+        own_rows: slice = slice(None),
     ) -> None:
         if batch_size < 1:
             raise DataError(f"training.batch_size={batch_size} is too small; the least is 1")

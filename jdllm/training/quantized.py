@@ -33,6 +33,8 @@ def quantize_run(run_dir: Path, out: Path, weights: Weights, *, checkpoint: int 
             f"{run_dir} holds {record['weights']} weights already; quantise {record['quantized_from']}, which it was made from"
         )
     config = Config.load(run_dir / "config.json")
+    if config.model.kind != "ldlm":
+        raise ConfigError(f"{run_dir} holds a baseline (model.kind={config.model.kind}); only an LDLM can be quantised")
     model, checkpoints = Model(config), Checkpoints(run_dir / "checkpoints")
     step = chosen_step(checkpoints, checkpoint)
     like = stored_state(model, None)
