@@ -86,15 +86,22 @@ def run(config: Config, run_dir: Path) -> int:
         release_gpu()
     from jdllm.evaluation.diversity import sample_figures
     from jdllm.training.loop import train
+    from jdllm.training.sizes import table
 
+    baseline = prepared.config.model.kind != "ldlm"
+    if baseline and is_first():
+        say(table(prepared.config))
     last = train(prepared.config, run_dir, training_data(prepared), sample_figures)
     if not is_first():
         return 0
     minutes, accuracy = last["seconds"] / 60, last.get("reconstruction")
     held_out = "" if accuracy is None else f"; {accuracy:.1%} of held-out tokens reconstructed"
+    held_out += f"; {last['nll']:.3f} nats per held-out token" if "nll" in last else ""
     say(f"done: {int(last['step']):,} steps in {minutes:.1f} minutes{held_out}")
     show_samples(run_dir)
-    say(f"run: {run_dir} (samples/, plots/, metrics.jsonl)\nnext: jdllm generate --run {run_dir} --watch")
+    say(
+        f"run: {run_dir} (samples/, plots/, metrics.jsonl)\nnext: jdllm generate --run {run_dir}{'' if baseline else ' --watch'}"
+    )
     return 0
 
 
@@ -104,7 +111,7 @@ def show_samples(run_dir: Path, count: int = 3) -> None:
     if not files:
         return
     texts = re.split(r"^--- \d+\n", files[-1].read_text(encoding="utf-8"), flags=re.MULTILINE)[1 : count + 1]
-    say(f"written from noise ({count} of the samples in {files[-1]}, not selected):")
+    say(f"written by the model ({count} of the samples in {files[-1]}, not selected):")
     for text in texts:
         print(f"  | {text.strip().replace(chr(10), f'{chr(10)}  | ')}\n", flush=True)
 
@@ -153,7 +160,7 @@ def training_data(prepared: Prepared) -> TrainingData:
     """The loop's view of what was prepared."""
     from tokenizers import Tokenizer
 
-    from jdllm.data.loader import BatchLoader
+    from jdllm.data.loader import BatchLoader, TokensOnly
     from jdllm.training.loop import TrainingData
     from jdllm.training.sharding import make_mesh, own_rows
     from weights_port.online import OnlineFeed
@@ -161,13 +168,14 @@ def training_data(prepared: Prepared) -> TrainingData:
     config, train, valid = prepared.config, prepared.train_source, prepared.valid_source
     size = config.training.batch_size
     arguments = (size, config.seed, config.feed.prefetch, own_rows(make_mesh(config), size))
+    read = TokensOnly if config.model.kind != "ldlm" else lambda cache: cache
     if prepared.online:
         loader = OnlineFeed(*prepared.online, *arguments, device=trainers_device())
     else:
-        loader = BatchLoader(train, *arguments)
+        loader = BatchLoader(read(train), *arguments)
     return TrainingData(
         loader=loader,
-        valid=valid,
+        valid=read(valid),
         hidden_mean=train.mean,
         hidden_std=train.std,
         tokenizer=Tokenizer.from_str(prepared.tokenizer_json),
