@@ -93,6 +93,7 @@ def evaluate_run(
             "steps": list(steps),
         },
         "scorer": scorer.name if scorer else None,
+        "scorer_is_encoder": bool(scorer and scorer.is_encoder),
         "encoder": generator.config.encoder,
         "minutes": Checkpoints(run_dir / "checkpoints").extra(generator.step).get("seconds", 0.0) / 60,
         "command": reporting.command_line(),
