@@ -270,7 +270,7 @@ class Plan:
 
 
 COMMANDS = {
-    "train": Train, "plan": Plan, "generate": Generate, "eval": Eval, "quantize": Quantize, "export": Export, "import": Import,
+    "train": Train, "generate": Generate, "eval": Eval, "plan": Plan, "quantize": Quantize, "export": Export, "import": Import,
 }  # fmt: skip
 Command = Train | Plan | Generate | Eval | Quantize | Export | Import
 
