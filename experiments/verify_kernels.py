@@ -133,9 +133,11 @@ class Bench:
         @functools.partial(jax.jit, static_argnums=1)
         def run(params: Params, dtype: str) -> jax.Array:
             schedule = TangentSchedule(self.case.config.diffusion.schedule_d)
-            denoise = make_denoise(self.module(params), 0.0, False, jnp.dtype(dtype))
-            size = (self.case.num, self.m.num_latents, self.m.latent_dim)
-            return samplers.sample(self.key, denoise, size, schedule, self.times, sampler=self.case.sampler)
+            module, size = self.module(params), (self.case.num, self.m.num_latents, self.m.latent_dim)
+            return samplers.sample(
+                self.key, make_denoise(module, 0.0, False, jnp.dtype(dtype)), size, schedule, self.times,
+                sampler=self.case.sampler, conditions=module.denoiser.modulation(self.times),
+            )  # fmt: skip
 
         return run
 

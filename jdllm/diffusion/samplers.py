@@ -7,6 +7,7 @@ the last step, never a half-noisy state: the decoder is trained to read clean la
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.diffusion.timesteps import warp
 
-Denoise = Callable[[Float[Array, "b k d"], Float[Array, ""], Float[Array, "b k d"]], Float[Array, "b k d"]]
-"""(z_tau, tau, previous estimate) -> estimate of z."""
+Denoise = Callable[[Float[Array, "b k d"], Any, Float[Array, "b k d"]], Float[Array, "b k d"]]
+"""(z_tau, tau or what was given in its place, previous estimate) -> estimate of z."""
 
 SAMPLERS = ("ddim", "sde", "early_stop")
 EARLY_STOP_SHARE = 0.75
@@ -66,18 +67,21 @@ def sample(
     steps: Int[Array, ""] | int | None = None,
     sampler: str = "ddim",
     temperature: float | Float[Array, ""] = 1.0,
+    conditions: Any = None,
 ) -> Float[Array, "b k d"]:
     """Latents of the given shape (b, k, d) after one evaluation of `denoise` at each of the first `steps` of `times`.
 
     `times` holds at least steps + 1 values; by default steps = len(times) - 1.  A traced `steps` lets one program serve
-    every step count.  `temperature` scales the initial noise (and the fresh noise of `sde`).
+    every step count.  `temperature` scales the initial noise (and the fresh noise of `sde`).  `conditions` is what `denoise`
+    is given instead of the time: a pytree whose leaves have a row for each of `times`.
     """
+    conditions = times if conditions is None else conditions
     first, later = jax.random.split(key)
     z = temperature * jax.random.normal(first, shape)
 
     def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         z, previous = carry
-        x0 = denoise(z, times[index], previous)
+        x0 = denoise(z, jax.tree.map(lambda rows: rows[index], conditions), previous)
         noise = temperature * jax.random.normal(jax.random.fold_in(later, index), shape) if sampler == "sde" else z
         return step(z, x0, noise, times[index], times[index + 1], schedule, sampler), x0
 

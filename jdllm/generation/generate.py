@@ -26,18 +26,17 @@ def latents_to_tokens(module: LDLM, z: Float[Array, "b k d"], dtype: jnp.dtype) 
 
 
 def make_denoise(module: LDLM, guidance: float | Array, guided: bool, dtype: jnp.dtype) -> samplers.Denoise:
-    """The trained denoiser as the samplers want it: one time for the whole batch, float32 in and out.
+    """The trained denoiser as the samplers want it: one modulation (6, d) for the whole batch, float32 in and out.
 
     Self-conditioning guidance moves the estimate further along x(previous) - x(no previous); both are computed as one
     batch of twice the size.
     """
 
-    def denoise(z: Array, tau: Array, previous: Array) -> Array:
+    def denoise(z: Array, modulation: Float[Array, "6 d"], previous: Array) -> Array:
         inputs = (z, previous)
         if guided:
             inputs = (jnp.concatenate([z, z]), jnp.concatenate([previous, jnp.zeros_like(previous)]))
-        rows = inputs[0].shape[0]
-        modulation = jnp.broadcast_to(module.denoiser.modulation(tau[None]), (rows, 6, z.shape[-1]))
+        modulation = jnp.broadcast_to(modulation, (len(inputs[0]), *modulation.shape))
         x0 = module.denoiser(inputs[0].astype(dtype), modulation, inputs[1].astype(dtype)).astype(jnp.float32)
         if guided:
             with_previous, without = jnp.split(x0, 2)
@@ -77,6 +76,9 @@ def generate(
         steps=steps,
         sampler=sampler,
         temperature=temperature,
+        conditions=module.denoiser.modulation(
+            times
+        ),  # all at once: these weights are read once a call, not once a step
     )
     return latents_to_tokens(module, z, jnp.dtype(dtype))
 
@@ -185,7 +187,8 @@ def estimate_and_read(
 ) -> tuple[Float[Array, "b k d"], Int[Array, "b t"]]:
     """One denoising estimate and its tokens, for watching text form step by step."""
     module = model.merge(params, frozen)
-    x0 = make_denoise(module, guidance, guided, jnp.dtype(dtype))(z, tau, previous)
+    modulation = module.denoiser.modulation(tau[None])[0]
+    x0 = make_denoise(module, guidance, guided, jnp.dtype(dtype))(z, modulation, previous)
     return x0, latents_to_tokens(module, x0, jnp.dtype(dtype))
 
 

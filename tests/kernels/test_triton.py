@@ -63,7 +63,8 @@ def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **c
     tensors = [triton_launch.tensor(x, "cpu") for x in inputs]
     triton_launch.launch(denoise_loop, tensors, memory, constants | {"PROGRAMS": 1})
     denoise = make_denoise(module, 0.0, False, jnp.float32)
-    wanted = samplers.sample(key, denoise, shape, schedule, TIMES, sampler=sampler)
+    modulation = module.denoiser.modulation(TIMES)
+    wanted = samplers.sample(key, denoise, shape, schedule, TIMES, sampler=sampler, conditions=modulation)
     return memory["estimate"].numpy().reshape(shape), np.asarray(wanted)
 
 

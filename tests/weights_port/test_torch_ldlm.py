@@ -292,6 +292,7 @@ def test_latents_after_several_steps_agree(sampler, generators):
         TangentSchedule(ours.config.diffusion.schedule_d),
         times,
         sampler=sampler,
+        conditions=module.denoiser.modulation(times),
     )
     found = theirs.sample(noise, theirs.sampling(sampler=sampler, steps=5), fresh)
     print(sampler, f"{distance(found, wanted):.1e}")
