@@ -5,7 +5,8 @@ backward pass keeps is an estimate (`SAVED`), since it is the compiler that deci
 computes twice.  `ask_xla` gives the compiler's own answer for the device at hand, at the price of a compilation.
 
 The estimate was set beside XLA's answer for float32 steps on a CPU (jax 0.10.2): -10 to +11% over the 14 small shapes that
-its constants were chosen on, 0 to +21% over four steps and -1 to +20% over three probes of presets that they were not.
+its constants were chosen on, 0 to +21% over four steps and -1 to +20% over three probes of whole presets, with a look at
+which two of the counts were corrected (so that is no clean hold-out).
 Such a list is printed by `experiments/measure_memory.py --toy --grid`.  On a GPU, where attention is fused and fewer arrays
 are stored, the estimate follows from the blocks alone until that script has been run there.
 """

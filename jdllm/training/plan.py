@@ -43,6 +43,11 @@ def _accumulate(config: Config, devices: int) -> dict[str, Any]:
     return {"training__accumulate": pieces} if enough else {}
 
 
+def _shard(config: Config, devices: int) -> dict[str, Any]:
+    fsdp = 2 * config.training.fsdp
+    return {"training__fsdp": fsdp} if devices % fsdp == 0 else {}
+
+
 def _narrower(config: Config) -> dict[str, Any]:
     m = config.model
     half = m.latent_dim // 2 // m.head_dim * m.head_dim
@@ -55,6 +60,10 @@ def switches(devices: int) -> tuple[Switch, ...]:
         Switch(
             lambda c: {"feed__feed": "cache"} if c.feed.feed == "online" else {},
             "hidden states are made before training and take room on the disk; the result is the same",
+        ),
+        Switch(
+            lambda c: _shard(c, devices),
+            "weights are sent between devices at every use; the result is the same but for the order of sums",
         ),
         Switch(
             lambda c: {} if c.training.remat else {"training__remat": True},

@@ -127,3 +127,8 @@ def test_sizes_that_make_no_sense_are_sentences():
         with_xla(make_plan(preset("smoke"), 32))
     with pytest.raises(ConfigError, match="--devices 3 does not fit"):
         make_plan(preset("smoke"), 32, devices=3)
+
+
+def test_several_devices_are_used_before_anything_is_made_worse():
+    plan = make_plan(preset("qwen3.6-27b"), 80, devices=8)
+    assert [one.changes for one in plan.turned] == [{"training__fsdp": 2}] and plan.least <= 75e9
