@@ -67,17 +67,18 @@ def evaluate_run(
         say(f"generating {num} texts in {count} steps")
         tokens[str(count)] = generator.generate_tokens(seed=seed, **{**options, "steps": count})
     scorer = load_scorer(generator) if load_scorer else None
-    if scorer and scorer.is_encoder:
+    flattered = bool(scorer) and scorer.is_encoder and kind == "ldlm"
+    if flattered:
         notes.append(f"the scorer {scorer.name} is also the encoder that the run learned from, which flatters the run")
     if len(human) < num:
         notes.append(
             f"the run keeps {len(human)} held-out texts, fewer than the {num} samples; their figures are the less exact"
         )
     score = remembered(scorer.score) if scorer else None
-    samples = {}
+    samples, known = {}, {}
     for count, ids in tokens.items():
         say(f"judging the texts of {count} steps")
-        own, beside = reporting.beside_human(ids, human, generator.eos_id, score)
+        own, beside = reporting.beside_human(ids, human, generator.eos_id, score, known)
         samples[count] = {"samples": dataclasses.asdict(own), "human": dataclasses.asdict(beside)}
     report = {
         "run": str(run_dir),
@@ -93,7 +94,7 @@ def evaluate_run(
             "steps": list(steps),
         },
         "scorer": scorer.name if scorer else None,
-        "scorer_is_encoder": bool(scorer and scorer.is_encoder),
+        "scorer_is_encoder": flattered,
         "encoder": generator.config.encoder,
         "minutes": Checkpoints(run_dir / "checkpoints").extra(generator.step).get("seconds", 0.0) / 60,
         "command": reporting.command_line(),

@@ -43,9 +43,27 @@ def bootstrap(
 
 def of_mean(values: Float[np.ndarray, " n"], **options: float) -> Interval:
     """Interval of a mean over texts."""
-    return bootstrap(lambda rows: float(values[rows].mean()), len(values), **options)
+    return of_ratio(values, np.ones(len(values)), **options)
+
+
+def of_ratio(
+    above: Float[np.ndarray, " n"],
+    below: Float[np.ndarray, " n"],
+    *,
+    resamples: int = RESAMPLES,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Interval:
+    """`bootstrap` of sum(above) / sum(below), all resamples at once."""
+    n = len(above)
+    if n < 2:
+        return float("nan"), float("nan")
+    rows = np.random.default_rng(seed).integers(0, n, (resamples, n))
+    low, high = np.quantile(above[rows].sum(1) / below[rows].sum(1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def of_perplexity(nll: Float[np.ndarray, " n"], predicted: Int[np.ndarray, " n"], **options: float) -> Interval:
     """Interval of exp(sum of nll / number of predicted tokens), given both sums for each text."""
-    return bootstrap(lambda rows: float(np.exp(nll[rows].sum() / predicted[rows].sum())), len(nll), **options)
+    low, high = of_ratio(nll, predicted, **options)
+    return float(np.exp(low)), float(np.exp(high))

@@ -97,12 +97,17 @@ def text_figures(
 
 
 def beside_human(
-    samples: Int[np.ndarray, "n t"], human: Int[np.ndarray, "m t"], eos_id: int, score: Score | None
+    samples: Int[np.ndarray, "n t"],
+    human: Int[np.ndarray, "m t"],
+    eos_id: int,
+    score: Score | None,
+    known: dict[bytes, TextFigures] | None = None,
 ) -> tuple[TextFigures, TextFigures]:
     """Figures of n samples, and of up to 2n human texts, cut to the lengths of the samples; distinct-n over equally many.
 
     Human texts are taken evenly from all m and in turns: the odd ones are the reference of MAUVE, the even ones are what human
-    text scores against it, the samples' first ones, as many, what samples do.
+    text scores against it, the samples' first ones, as many, what samples do.  `known` keeps figures of human text, by how
+    it was cut, between calls with the same human text and scorer.
     """
     lengths, available = diversity.text_lengths(samples, eos_id), diversity.text_lengths(human, eos_id)
     chosen = np.linspace(0, len(human) - 1, min(2 * len(samples), len(human))).astype(int)
@@ -111,12 +116,15 @@ def beside_human(
     of_samples, of_human = scores_of(samples, lengths, score), scores_of(human, cut, score)
     equally = min(len(samples), len(human))
     own = text_figures(samples, lengths, of_samples, distinct_texts=equally)
-    beside = text_figures(human, cut, of_human, distinct_texts=equally)
-    if of_samples is None or of_human is None:
-        return own, beside
-    half = len(of_human.features) // 2
-    reference, other = of_human.features[1::2][:half], of_human.features[0::2][:half]
-    return _with_mauve(own, reference, of_samples.features[:half]), _with_mauve(beside, reference, other)
+    known = {} if known is None else known
+    beside = known.get(cut.tobytes()) or text_figures(human, cut, of_human, distinct_texts=equally)
+    if of_samples is not None and of_human is not None:
+        half = len(of_human.features) // 2
+        reference, other = of_human.features[1::2][:half], of_human.features[0::2][:half]
+        own = _with_mauve(own, reference, of_samples.features[:half])
+        beside = beside if cut.tobytes() in known else _with_mauve(beside, reference, other)
+    known[cut.tobytes()] = beside
+    return own, beside
 
 
 def scores_of(ids: Int[np.ndarray, "n t"], lengths: Int[np.ndarray, " n"], score: Score | None) -> Scores | None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdllm.evaluation.intervals import bootstrap, of_mean, of_perplexity
+from jdllm.evaluation.intervals import bootstrap, of_mean, of_perplexity, of_ratio
 
 RNG = np.random.default_rng(0)
 
@@ -20,6 +20,12 @@ def test_it_covers_the_true_mean_about_as_often_as_it_says():
     assert 0.88 <= np.mean(hits) <= 0.99
 
 
+def test_a_ratio_is_the_general_bootstrap_of_it():
+    above, below = RNG.normal(size=50) + 5, RNG.uniform(1, 2, 50)
+    expected = bootstrap(lambda rows: above[rows].sum() / below[rows].sum(), 50)
+    assert of_ratio(above, below) == pytest.approx(expected)
+
+
 def test_perplexity_weighs_texts_by_their_tokens():
     nll, predicted = np.array([10.0, 1.0]), np.array([10, 1])  # one nat a token in both: no doubt at all
     assert of_perplexity(nll, predicted) == pytest.approx((np.e, np.e))
@@ -28,7 +34,7 @@ def test_perplexity_weighs_texts_by_their_tokens():
 
 
 def test_equal_texts_leave_no_doubt_and_one_text_says_nothing():
-    assert of_mean(np.full(9, 2.5)) == (2.5, 2.5)
+    assert of_mean(np.full(9, 2.5)) == pytest.approx((2.5, 2.5))
     assert np.isnan(of_mean(np.ones(1))).all()
 
 
