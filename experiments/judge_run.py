@@ -2,8 +2,8 @@
 
     python experiments/judge_run.py --run runs/books --out results/books-h200
 
-Runs `jdllm eval` and compare_samplers.py side by side, then collects: summary.json for programs, the tables, 32 unselected
-samples per step count, the resolved config, metrics.jsonl and the plots.
+Runs `jdllm eval` and frontier.py (into OUT/frontier) side by side, then collects: summary.json for programs, the tables, 32
+unselected samples per step count, the resolved config, metrics.jsonl and the plots.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ class Options:
     """Samples for every figure."""
     scorer: str = "smollm2"
     """Language model that scores."""
-    sampler_seconds: float = 120.0
-    """Time for the comparison of samplers; 0 leaves it out."""
+    frontier_minutes: float = 2.0
+    """Time for the frontier of samplers, steps and temperatures; 0 leaves it out."""
 
 
 def main() -> int:
     options = tyro.cli(Options)
     options.out.mkdir(parents=True, exist_ok=True)
-    shared = ["--run", str(options.run), "--num", str(options.num), "--scorer", options.scorer]
-    evaluate = [sys.executable, "-m", "jdllm.cli", "eval", *shared, "--steps", options.steps]
+    shared = ["--num", str(options.num), "--scorer", options.scorer]
+    evaluate = [sys.executable, "-m", "jdllm.cli", "eval", "--run", str(options.run), *shared, "--steps", options.steps]
     jobs = [subprocess.Popen([*evaluate, "--out", str(options.out / "eval.json")])]
-    if options.sampler_seconds:
-        compare = [sys.executable, str(Path(__file__).parent / "compare_samplers.py"), *shared]
-        jobs.append(subprocess.Popen([*compare, "--out", str(options.out), "--seconds", str(options.sampler_seconds)]))
+    if options.frontier_minutes:
+        program = [sys.executable, str(Path(__file__).parent / "frontier.py"), "--runs", str(options.run), *shared]
+        limits = ["--out", str(options.out / "frontier"), "--minutes", str(options.frontier_minutes)]
+        jobs.append(subprocess.Popen([*program, *limits]))
     failed = [job.wait() for job in jobs]
     if any(failed):
         return max(failed)
@@ -59,7 +60,6 @@ def collect(run: Path, out: Path) -> None:
     for name in ("config.json", "metrics.jsonl"):
         shutil.copy(run / name, out / name)
     shutil.copytree(run / "plots", out / "plots", dirs_exist_ok=True)
-    (out / "samplers.npz").unlink(missing_ok=True)  # megabytes of tokens; samples/ has what people read
 
 
 if __name__ == "__main__":
