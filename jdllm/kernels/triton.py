@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 EPSILON = tl.constexpr(1e-6)
-PREFETCH_BYTES = tl.constexpr(4096)
+LINE = tl.constexpr(128)
 
 
 # Waiting
@@ -57,20 +57,17 @@ def _everyone(counter, phase, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _ask_for(base, elements, pid, PROGRAMS: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr):
-    """Request this program's share of `elements` weights into L2; returns at once."""
+    """Request this program's share of `elements` weights into L2, a piece for each thread; returns at once."""
     if PREFETCH:
         size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-        share = (elements * size + PROGRAMS - 1) // PROGRAMS
-        share = (share + PREFETCH_BYTES - 1) // PREFETCH_BYTES * PREFETCH_BYTES
-        first = pid.to(tl.int64) * share
-        last = tl.minimum(first + share, elements * size) - PREFETCH_BYTES
-        lane = tl.arange(0, LANES).to(tl.int64) * PREFETCH_BYTES
-        for start in range(0, share, LANES * PREFETCH_BYTES):
-            at = tl.maximum(tl.minimum(first + start + lane, last), 0)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;", "=r,l",
-                [base.to(tl.int64) + at], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+        pieces: tl.constexpr = PROGRAMS * LANES
+        piece = tl.cdiv(tl.cdiv(elements * size, pieces), LINE) * LINE
+        first = (pid * LANES + tl.arange(0, LANES)).to(tl.int64) * piece
+        at = base.to(tl.int64) + tl.minimum(first, (elements * size - piece).to(tl.int64))
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [at, tl.full([LANES], 0, tl.int32) + piece], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 # Products
