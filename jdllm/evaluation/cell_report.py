@@ -97,16 +97,15 @@ def _against(cell: Group, full: Group) -> str:
 
 def markdown(records: Sequence[Record], about: dict[str, str], plots: dict[str, str]) -> str:
     """README.md of the folder; `plots` names the picture of each section."""
-    scorer = {(r["scorer"], r["scorer_is_encoder"]) for r in records if r["scorer"]}
-    parts = [f"# {about['title']}", about["text"]]
-    for name, is_encoder in sorted(scorer):
+    for name in (scorers := sorted({r["scorer"] for r in records if r["scorer"]})):
+        is_encoder = any(r["scorer_is_encoder"] for r in records if r["scorer"] == name)
         flagged = (
-            ", **which is also the encoder that the runs learned from; that flatters the LDLM cells**"
+            ", **which is also the encoder that the LDLM cells learned from; that flatters them, and not the baselines**"
             if is_encoder
             else ""
         )
-        parts.append(f"Scorer: {name}{flagged}.")
-    if len(scorer) > 1:
+        parts.append(f"Scorer (perplexity, MAUVE): {name}{flagged}.")
+    if len(scorers) > 1:
         parts.append("**Cells were scored by different models; their perplexities and MAUVE cannot be compared.**")
     parts.append(
         "Mean ± standard deviation over seeds. Perplexity is lower for safer text, so read it beside entropy. Reconstruction, "

@@ -53,15 +53,15 @@ def markdown(title: str, rows: Sequence[Row], points: Sequence[Equal], batches: 
     """README.md of the folder."""
     human = human_figures(rows)
     parts = [f"# {title}", about]
-    scorers = sorted({(row.scorer, row.scorer_is_encoder) for row in rows})
-    for scorer, is_encoder in scorers:
+    for name in (scorers := sorted({row.scorer for row in rows})):
+        is_encoder = any(row.scorer_is_encoder for row in rows if row.scorer == name)
         flagged = (
             ", **which is also the encoder that LDLM runs learned from; that flatters them, and not the baselines**"
             if is_encoder
             else ""
         )
-        parts.append(f"Scorer (perplexity, MAUVE): {scorer}{flagged}.")
-    if len({name for name, _ in scorers}) > 1:
+        parts.append(f"Scorer (perplexity, MAUVE): {name}{flagged}.")
+    if len(scorers) > 1:
         parts.append("**Rows were scored by different models; compare only within one.**")
     if human:
         parts.append(

@@ -98,14 +98,15 @@ def test_an_autoregressive_model_is_shown_by_its_only_number_of_steps():
 
 
 def test_files_are_a_report_for_people_and_for_programs(tmp_path):
-    records = [record(), record("x", status="diverged")]
+    records = [record(), record("x", status="diverged"), record("masked", scorer_is_encoder=False)]
     cell_report.write(tmp_path / "new", records, {"title": "ablation-x", "text": "What."})
     readme = (tmp_path / "new" / "README.md").read_text()
-    assert "that flatters the LDLM cells" in readme and "human text" in readme and "![cells](cells.png)" in readme
+    assert "that flatters them, and not the baselines" in readme and "different models" not in readme
+    assert "human text" in readme and "![cells](cells.png)" in readme
     assert "at abc: `run it`" in readme
     assert (tmp_path / "new" / "cells.png").stat().st_size > 5000
     assert cells.read(tmp_path / "new" / "cells.json") == records
-    assert len(json.loads((tmp_path / "new" / "summary.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "new" / "summary.json").read_text())) == 6
     assert "> text of full" in (tmp_path / "new" / "samples.md").read_text()
 
 
