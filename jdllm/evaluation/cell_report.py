@@ -97,6 +97,7 @@ def _against(cell: Group, full: Group) -> str:
 
 def markdown(records: Sequence[Record], about: dict[str, str], plots: dict[str, str]) -> str:
     """README.md of the folder; `plots` names the picture of each section."""
+    parts = [f"# {about['title']}", about["text"]]
     for name in (scorers := sorted({r["scorer"] for r in records if r["scorer"]})):
         is_encoder = any(r["scorer_is_encoder"] for r in records if r["scorer"] == name)
         flagged = (
