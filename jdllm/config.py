@@ -102,7 +102,7 @@ class ObjectiveConfig:
     decoder_share: float = 1.0
     """Share of each batch that the decoders are trained on; they learn sooner than the denoiser and cost half of a step."""
     frozen_after: float = 1.0
-    """Share of the run after which the denoiser alone is trained, on latents that stay as they are (two stages); 1 is never."""
+    """Share of the run after which the denoiser alone is trained, in cheaper steps on latents that stay (two stages); 1 is never."""
     self_conditioning: float = 0.5
     """Probability that an example sees the denoiser's own first estimate; 0 switches it off."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,19 @@ def effective_rank(z: Float[Array, "b k d"]) -> Float[Array, ""]:
 
 
 def gradients(
-    model: Model, params: Params, frozen: Params, state: TrainState, batch: Batch, key: Array
+    model: Model,
+    params: Params,
+    frozen: Params,
+    state: TrainState,
+    batch: Batch,
+    key: Array,
+    *,
+    denoiser_alone: bool = False,
 ) -> tuple[Params, tuple[LatentStats, Terms, Metrics]]:
-    """Gradient of one (micro-)batch.  The encoder's is gamma times that of L_diff plus that of the decoder's losses."""
+    """Gradient of one (micro-)batch.  The encoder's is gamma times that of L_diff plus that of the decoder's losses.
+
+    With `denoiser_alone` all but the denoiser's is zero and not computed: the second of two stages.
+    """
     config = model.config
     dtype = config.training.compute_dtype
     gamma = gamma_at(state.gamma_progress, config.objective)
@@ -63,20 +74,29 @@ def gradients(
         share = stats.variance.mean() / jnp.maximum(jnp.square(raw).mean(), 1e-12)
         return z, (stats, share)
 
-    z, pull_back, (stats, variance_share) = jax.vjp(encode, params, has_aux=True)
-
     def loss(params: Params, z_diffusion: Array, z_decoder: Array) -> tuple[Array, Terms]:
         return losses(
             model.merge(cast(params, dtype), frozen), z_diffusion, z_decoder, hidden, batch["ids"], batch["lengths"],
             key, bound, edges, config,
         )  # fmt: skip
 
-    (total, terms), (grads, by_diffusion, by_decoder) = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(
-        params, z, z
-    )
-    by_diffusion = gamma * by_diffusion
-    (through_encoder,) = pull_back(by_diffusion + by_decoder)
-    grads = jax.tree.map(jnp.add, grads, through_encoder)
+    if denoiser_alone:
+        z, (stats, variance_share) = encode(params)
+
+        def denoiser_loss(denoiser: Params) -> tuple[Array, Terms]:
+            return loss({**params, "denoiser": denoiser}, z, z)
+
+        (total, terms), own = jax.value_and_grad(denoiser_loss, has_aux=True)(params["denoiser"])
+        grads = {**jax.tree.map(jnp.zeros_like, params), "denoiser": own}
+        by_diffusion = by_decoder = jnp.zeros(())
+    else:
+        z, pull_back, (stats, variance_share) = jax.vjp(encode, params, has_aux=True)
+        (total, terms), (grads, by_diffusion, by_decoder) = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(
+            params, z, z
+        )
+        by_diffusion = gamma * by_diffusion
+        (through_encoder,) = pull_back(by_diffusion + by_decoder)
+        grads = jax.tree.map(jnp.add, grads, through_encoder)
 
     push, hold = jnp.linalg.norm(by_diffusion.ravel()), jnp.linalg.norm(by_decoder.ravel())
     metrics = {
@@ -128,11 +148,21 @@ def make_train_step(
     """
     config: Config = model.config
     decay, pieces = config.optimizer.ema_decay, config.training.accumulate
-    gradient = gradients if config.model.kind == "ldlm" else token_gradients
+    two_stages = config.objective.frozen_after < 1
 
     def train_step(
         state: TrainState, frozen: Params, batch: Batch, progress: Float[Array, ""]
     ) -> tuple[TrainState, Metrics]:
+        first_stage = progress < config.objective.frozen_after
+
+        def gradient(*arguments: Any) -> tuple[Params, Any]:
+            if config.model.kind != "ldlm":
+                return token_gradients(*arguments)
+            if not two_stages:
+                return gradients(*arguments)
+            both = (functools.partial(gradients, *arguments, denoiser_alone=alone) for alone in (False, True))
+            return jax.lax.cond(first_stage, *both)
+
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), 1), state.step)
 
         def piece(grads: Params, inputs: tuple[Batch, Array]) -> tuple[Params, Any]:
@@ -153,8 +183,8 @@ def make_train_step(
         metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda update: rate * update, updates)
-        if config.objective.frozen_after < 1:
-            updates = of_this_stage(updates, progress < config.objective.frozen_after)
+        if two_stages:
+            updates = of_this_stage(updates, first_stage)
         params = optax.apply_updates(state.params, updates)
         keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
         ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)
