@@ -161,10 +161,12 @@ class Subject:
             self.times[known] = {batch: median(batch) for batch in self.options.batches.split(",")}
         return self.times[known]
 
-    def shown(self, count: int = 8) -> list[str]:
+    def shown(self) -> list[str]:
         """Texts for the sheet: the plainest setting."""
         steps = self.options.shown_steps if self.kind != "autoregressive" else self.generator.config.model.num_tokens
-        ids = self.generator.generate_tokens(seed=self.options.seed, num=count, steps=steps, temperature=1.0)
+        ids = self.generator.generate_tokens(
+            seed=self.options.seed, num=frontier_report.SHOWN, steps=steps, temperature=1.0
+        )
         return self.generator.decode(ids)
 
 
@@ -198,14 +200,13 @@ def measure_all(options: Options) -> int:
     scorer = Scorer(options.scorer)
     subjects = [Subject(folder, scorer, options) for folder in folders]
     batches, steps = [int(b) for b in options.batches.split(",")], [int(s) for s in options.steps.split(",")]
-    options.out.mkdir(parents=True, exist_ok=True)
-    sheet = {f"{s.about['run']}, {s.kind}": s.shown() for s in subjects}
-    sheet["human text, held out"] = subjects[0].generator.decode(subjects[0].human[:8])
+    shown = {f"{s.about['run']}, {s.kind}": s.shown() for s in subjects}
+    human = subjects[0].generator.decode(subjects[0].human[: frontier_report.SHOWN])
     note = (
         f"Seed {options.seed}, the plainest way of each kind, {options.shown_steps} steps (an autoregressive model: one a token), "
         "temperature 1. The same seed is the same noise only for models of the same shapes."
     )
-    (options.out / "samples.md").write_text(frontier_report.samples_sheet(sheet, note), encoding="utf-8")
+    frontier_report.write_samples(options.out, shown, human, note)
     known = {row.key for row in rows}
     todo = [(subject, setting) for subject, setting in order(subjects, steps) if subject.key(setting) not in known]
     print(f"{len(todo)} rows to measure, {len(rows)} in {options.out}", flush=True)

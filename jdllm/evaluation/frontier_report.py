@@ -13,6 +13,8 @@ from jdllm.config import ConfigError
 from jdllm.evaluation.frontier import Equal, Row, equal_entropy, findings, finite, human_figures, summary
 from jdllm.evaluation.report import to_json, with_interval
 
+SHOWN = 8
+"""Texts of a run on the sheet."""
 COLORS = {"ldlm": "#1f6fb4", "masked": "#d1495b", "autoregressive": "#2a9d5c"}
 
 
@@ -129,6 +131,15 @@ def full_table(rows: Sequence[Row], batches: Sequence[int]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def write_samples(folder: Path, runs: Mapping[str, Sequence[str]], human: Sequence[str], note: str) -> None:
+    """samples.md, and samples.json that keeps the texts of runs measured earlier, whose weights may be gone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "samples.json"
+    texts = {**(json.loads(path.read_text()) if path.is_file() else {}), **runs}
+    _replace(path, to_json(texts))
+    _replace(folder / "samples.md", samples_sheet({**texts, "human text, held out": human}, note))
 
 
 def samples_sheet(columns: Mapping[str, Sequence[str]], note: str) -> str:

@@ -128,3 +128,9 @@ def test_nothing_measured_yet_is_a_report_too(tmp_path):
 def test_a_sheet_has_a_column_a_source_and_keeps_line_breaks_visible():
     sheet = frontier_report.samples_sheet({"one": ["a\nb", "c|d"], "human": ["e"]}, "Seed 0.")
     assert "| 1 | a ⏎ b | e |" in sheet and "| 2 | c\\|d |  |" in sheet
+
+
+def test_samples_of_earlier_runs_stay_on_the_sheet(tmp_path):
+    frontier_report.write_samples(tmp_path, {"ldlm": ["old"], "masked": ["m"]}, ["h"], "Seed 0.")
+    frontier_report.write_samples(tmp_path, {"ldlm": ["new"], "ar": ["a"]}, ["h"], "Seed 0.")
+    assert "| 1 | new | m | a | h |" in (tmp_path / "samples.md").read_text()
