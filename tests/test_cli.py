@@ -318,7 +318,7 @@ def in_process(capsys, *arguments):
 
 
 def metrics(run):
-    timings = ("tokens_per_second", "mfu")
+    timings = ("tokens_per_second", "mfu", "wait_share")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in timings} for line in lines]
 
