@@ -5,7 +5,8 @@ autoregressive when causal, the denoiser of masked diffusion when bidirectional.
 is masked can be seen (MDLM, arXiv 2406.07524, section 3.4 and its released configuration).
 
 Embeddings are the columns of the head (tied, arXiv 1608.05859), since the LDLM to compare with has a head and no
-embeddings.  One learned vector stands where there is no token: at a masked place, or before the first token.
+embeddings.  One learned vector stands where there is no token: at a masked place, or before the first token.  Positions are
+learned besides being rotary, as in the LDLM's Perceivers: among masks alone, rotary ones say nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.config import ModelConfig
 from jdllm.model.layers import Walk, rms_norm
+from jdllm.model.perceiver import POSITION_SCALE
 from jdllm.model.placement import axis_to_shard, gather, shards
 from jdllm.model.token_decoder import TokenBlock, TokenDecoder
 
@@ -42,6 +44,7 @@ class TokenTransformer(nnx.Module):
         width = config.latent_dim if config.head == "trained" else config.hidden_dim
         shapes = dataclasses.replace(config, hidden_dim=width, token_decoder_depth=depth)
         self.none = nnx.Param(nnx.initializers.normal(1.0)(rngs.params(), (width,)))
+        self.positions = nnx.Param(nnx.initializers.normal(POSITION_SCALE)(rngs.params(), (config.num_tokens, width)))
         self.token_decoder = TokenDecoder(shapes, walk=walk, causal=causal, rngs=rngs)
         self.head_dim, self.width = config.head_dim, config.latent_dim
 
@@ -50,11 +53,14 @@ class TokenTransformer(nnx.Module):
         head = self.token_decoder.head[...]
         return gather(head, axis_to_shard(["head"], head.shape, max(shards(), 1))).T.astype(jnp.float32)
 
-    def embed(self, ids: Int[Array, "b n"], table: Float[Array, "v w"]) -> Float[Array, "b n w"]:
-        """Rows of the table, or the vector of NONE, all of length sqrt(w)."""
+    def embed(
+        self, ids: Int[Array, "b n"], table: Float[Array, "v w"], first: int | Int[Array, ""] = 0
+    ) -> Float[Array, "b n w"]:
+        """Rows of the table, or the vector of NONE, all of length sqrt(w), and the positions from `first` on."""
         found = jnp.take(table, jnp.maximum(ids, 0), axis=0)
         found = jnp.where((ids == NONE)[..., None], self.none[...].astype(jnp.float32), found)
-        return rms_norm(found).astype(self.none[...].dtype)
+        places = jax.lax.dynamic_slice_in_dim(self.positions[...], first, ids.shape[1])
+        return rms_norm(found).astype(places.dtype) + places
 
     def states(self, ids: Int[Array, "b t"]) -> Float[Array, "b t w"]:
         """Inputs of the head at every position.
@@ -91,7 +97,7 @@ class TokenTransformer(nnx.Module):
 
         `blocks` and `table` are this module's own, made once for all tokens.
         """
-        x = self.token_decoder.input(self.embed(ids[:, None], table))
+        x = self.token_decoder.input(self.embed(ids[:, None], table, position))
         grown = []
         for block, seen in zip(blocks, cache, strict=True):
             x, seen = _advance(block, x, position, seen)

@@ -79,22 +79,19 @@ def test_as_many_places_are_masked_as_asked_and_each_as_often():
 
 
 @pytest.mark.parametrize("objective", [autoregressive, masked])
-def test_padding_changes_no_loss_and_no_gradient(objective, tiny, make_batch, refill):
+def test_padding_changes_nothing(objective, tiny, make_batch, refill):
     kind = objective.__name__.rpartition(".")[2]
     model = Model(tiny.replace(model__kind=kind, model__trunk_depth=1))
     params = model.init(jax.random.key(0))
     batch = make_batch(tiny, 8)
 
     @jax.jit
-    def both(ids, lengths):
-        def loss(params):
-            return objective.losses(model.merge(params, {}), ids, lengths, jax.random.key(3))
+    def losses(ids, lengths):
+        return objective.losses(model.merge(params, {}), ids, lengths, jax.random.key(3))
 
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    one, two = (both(b["ids"], b["lengths"]) for b in (batch, refill(batch)))
+    one, two = (losses(b["ids"], b["lengths"]) for b in (batch, refill(batch)))
     jax.tree.map(np.testing.assert_array_equal, one, two)
-    assert one[0][0] > 0
+    assert one[0] > 0
 
 
 def test_autoregressive_loss_is_the_mean_over_valid_tokens_of_exact_nats(tiny, make_batch):
