@@ -45,6 +45,7 @@ LATER: dict[str, list[Setting]] = {
     "ldlm": [
         {"sampler": "early_stop"}, {"sampler": "ddim", "grid": "tau"}, {"sampler": "ddim", "guidance": 1.0},
         {"sampler": "ddim", "guidance": 0.5}, {"sampler": "sde", "guidance": 0.5}, {"sampler": "sde", "grid": "tau"},
+        {"sampler": "ddim", "grid": "u_late"}, {"sampler": "sde", "grid": "u_late"},
     ],
     "masked": [{"order": "random"}, {"order": "confidence", "top_p": 0.9}],
     "autoregressive": [{"top_p": 0.95}, {"top_p": 0.9}],

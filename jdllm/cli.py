@@ -85,7 +85,7 @@ class Generate:
     """Masked diffusion: which places get their tokens first."""
     top_p: float | None = None
     """Baselines: draw from the likeliest tokens that together have this probability."""
-    grid: Literal["u", "tau"] | None = None
+    grid: Literal["u", "tau", "u_late"] | None = None
     """Steps uniform in the trained warp u of time, or in time tau itself."""
     implementation: Literal["auto", "xla", "triton"] = "auto"
     """Of the denoising loop: compiled by XLA, one fused launch of our own, or the faster of the two where that was measured."""
@@ -131,7 +131,7 @@ class Eval:
     """Seed of the samples and of all noise."""
     sampler: Literal["ddim", "sde", "early_stop"] | None = None
     """By default the run's own, as are the five below."""
-    grid: Literal["u", "tau"] | None = None
+    grid: Literal["u", "tau", "u_late"] | None = None
     """Steps uniform in the warped u, or in tau."""
     guidance: float | None = None
     """Weight of self-conditioning guidance."""

@@ -217,8 +217,8 @@ class SamplingConfig:
     """Denoising steps, also those of masked diffusion; an autoregressive model takes one step a token and reads none."""
     num: int = 8
     """Sequences to generate."""
-    grid: Literal["u", "tau"] = "u"
-    """Steps uniform in the warped u, or in tau."""
+    grid: Literal["u", "tau", "u_late"] = "u"
+    """Steps uniform in the warped u, or in tau; u_late makes larger steps in u, and its last estimate nearly at the end."""
     guidance: float = 0.0
     """Weight w of self-conditioning guidance, x + w (x - x without the previous estimate); doubles the cost of a step."""
     temperature: float = 1.0

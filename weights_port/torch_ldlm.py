@@ -39,6 +39,8 @@ BATCH = 256
 """Sequences generated at once; more are generated in turn."""
 SAMPLERS = ("ddim", "sde", "early_stop")
 EARLY_STOP_SHARE = 0.75
+GRIDS = ("u", "tau", "u_late")
+LATE = 0.25
 
 
 # --- Layers (jdllm/model/layers.py)
@@ -395,7 +397,11 @@ def time_grid(
     end = 1.0 - EARLY_STOP_SHARE if sampler == "early_stop" else 0.0
     share = torch.arange(steps + 1, dtype=torch.float32, device=edges.device) / steps
     u = (1.0 - share) + end * share
-    return warp(edges, u) if grid == "u" else u
+    if grid == "u_late":
+        last = end + LATE * (1.0 - end) / steps
+        share = torch.arange(steps, dtype=torch.float32, device=edges.device) / max(steps - 1, 1)
+        u = torch.cat([(1.0 - share) + last * share, u[-1:]])
+    return u if grid == "tau" else warp(edges, u)
 
 
 def step(
@@ -449,8 +455,8 @@ class Generator:
         chosen = dataclasses.replace(self.config.sampling, **{k: v for k, v in options.items() if v is not None})
         if chosen.sampler not in SAMPLERS:
             raise ConfigError(f"sampler={chosen.sampler!r} is not one of {', '.join(SAMPLERS)}")
-        if chosen.grid not in ("u", "tau"):
-            raise ConfigError(f"grid={chosen.grid!r} is not one of u, tau")
+        if chosen.grid not in GRIDS:
+            raise ConfigError(f"grid={chosen.grid!r} is not one of {', '.join(GRIDS)}")
         if chosen.steps < 1 or chosen.num < 1:
             raise ConfigError(f"steps={chosen.steps} and num={chosen.num} must be at least 1")
         return chosen

@@ -22,15 +22,24 @@ Denoise = Callable[[Float[Array, "b k d"], Any, Float[Array, "b k d"]], Float[Ar
 SAMPLERS = ("ddim", "sde", "early_stop")
 EARLY_STOP_SHARE = 0.75
 """`early_stop` walks only this part of its grid in u: its steps are finer, and the last noise levels are left out."""
+GRIDS = ("u", "tau", "u_late")
+LATE = 0.25
+"""The grid `u_late` makes its last estimate this part of a step before the end, instead of a whole one."""
 
 
 def time_grid(
     edges: Float[Array, " n+1"], steps: int, *, grid: str = "u", sampler: str = "ddim"
 ) -> Float[Array, " s+1"]:
-    """`steps` times to visit, falling from 1, and the time after the last; uniform in the warped u or in tau itself."""
+    """`steps` times to visit, falling from 1, and the time after the last; uniform in the warped u or in tau itself.
+
+    `u_late` has larger steps, the last but one of which ends nearly clean: what to do with the last step is a choice of
+    where the estimate that is returned is made.
+    """
     end = 1.0 - EARLY_STOP_SHARE if sampler == "early_stop" else 0.0
     u = jnp.linspace(1.0, end, steps + 1)
-    return warp(edges, u) if grid == "u" else u
+    if grid == "u_late":
+        u = jnp.append(jnp.linspace(1.0, end + LATE * (1.0 - end) / steps, steps), end)
+    return u if grid == "tau" else warp(edges, u)
 
 
 def step(

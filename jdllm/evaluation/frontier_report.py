@@ -179,6 +179,8 @@ def plot(folder: Path, rows: Sequence[Row], points: Sequence[Equal], batches: Se
                     )
         if axis.lines:
             axis.set(xscale="log", yscale="log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_xlabel(f"ms a sequence, batch {batch} (log); numbers are steps")
     _finish(figure, axes, human and human["perplexity"], folder / "frontier.png")
 
@@ -192,6 +194,8 @@ def plot(folder: Path, rows: Sequence[Row], points: Sequence[Equal], batches: Se
             axes[0].annotate(f"{key[1]} {key[2]}", (x[-1], y[-1]), fontsize=5)
     if axes[0].lines:
         axes[0].set_yscale("log")
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        axes[0].yaxis.set_minor_formatter("{x:g}")
     if human:
         axes[0].axvline(human["entropy"], color="black", lw=1, ls=":")
     axes[0].set_xlabel("unigram entropy, nats")

@@ -79,8 +79,8 @@ class Generator:
             chosen = dataclasses.replace(chosen, steps=self.config.model.num_tokens)
         if chosen.sampler not in samplers.SAMPLERS:
             raise ConfigError(f"sampler={chosen.sampler!r} is not one of {', '.join(samplers.SAMPLERS)}")
-        if chosen.grid not in ("u", "tau"):
-            raise ConfigError(f"grid={chosen.grid!r} is not one of u, tau")
+        if chosen.grid not in samplers.GRIDS:
+            raise ConfigError(f"grid={chosen.grid!r} is not one of {', '.join(samplers.GRIDS)}")
         if chosen.order not in ("confidence", "entropy", "random"):
             raise ConfigError(f"order={chosen.order!r} is not one of confidence, entropy, random")
         if not 0.0 < chosen.top_p <= 1.0:

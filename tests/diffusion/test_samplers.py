@@ -140,6 +140,14 @@ def test_the_grid_follows_the_warp_or_tau():
     assert warped[0] == 1 and warped[-1] == 0
 
 
+def test_a_late_grid_takes_larger_steps_and_estimates_nearly_at_the_end():
+    edges = jnp.asarray(GRIDS["uniform"])
+    np.testing.assert_allclose(time_grid(edges, 4, grid="u_late"), np.append(np.linspace(1, 1 / 16, 4), 0), atol=1e-6)
+    np.testing.assert_allclose(time_grid(edges, 1, grid="u_late"), [1, 0])
+    early = time_grid(edges, 4, grid="u_late", sampler="early_stop")
+    assert early[-1] == pytest.approx(0.25) and early[-2] > early[-1]
+
+
 def test_early_stop_walks_finer_and_leaves_out_the_last_noise_levels():
     edges = jnp.asarray(GRIDS["uniform"])
     whole, early = time_grid(edges, 10), time_grid(edges, 10, sampler="early_stop")

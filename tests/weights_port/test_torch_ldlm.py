@@ -233,14 +233,14 @@ def test_the_schedule_is_the_same_and_exact_at_its_ends():
 
 
 @pytest.mark.parametrize("sampler", samplers.SAMPLERS)
-@pytest.mark.parametrize("grid", ["u", "tau"])
+@pytest.mark.parametrize("grid", samplers.GRIDS)
 def test_times_are_the_same(sampler, grid, generators):
     edges = generators[0].edges
-    assert twin.SAMPLERS == samplers.SAMPLERS
+    assert (twin.SAMPLERS, twin.GRIDS) == (samplers.SAMPLERS, samplers.GRIDS)
     for steps in (1, 2, 7, 10, 64):
         ours = samplers.time_grid(edges, steps, grid=grid, sampler=sampler)
         theirs = twin.time_grid(as_torch(edges), steps, grid=grid, sampler=sampler)
-        np.testing.assert_allclose(theirs, ours, atol=1e-7)
+        np.testing.assert_allclose(theirs, ours, atol=1e-6)  # float32 rounding
         assert theirs[0] == 1.0
 
 
