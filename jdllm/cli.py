@@ -179,6 +179,8 @@ class Export:
     """Folder of the run, such as runs/quickstart."""
     out: Path
     """Folder to write; it must not exist yet."""
+    format: Literal["torch", "safetensors", "hf"] = "torch"
+    """For this repository's PyTorch twin; the bare files; or with the code, so that transformers alone loads it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights; bfloat16 halves the file and rounds them."""
     checkpoint: int | None = None
@@ -188,7 +190,7 @@ class Export:
         require_run(self.run)
         from weights_port.export import export_run
 
-        export_run(self.run, self.out, checkpoint=self.checkpoint, dtype=self.dtype)
+        export_run(self.run, self.out, checkpoint=self.checkpoint, dtype=self.dtype, format=self.format)
         return 0
 
 

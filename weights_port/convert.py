@@ -23,6 +23,8 @@ from jdllm.config import Config, ConfigError
 
 WEIGHTS = "model.safetensors"
 FORMAT = "jdllm-ldlm-1"
+NESTED = "jdllm"
+"""Where our own values stand in the config.json of a folder for transformers."""
 DTYPES = ("float32", "bfloat16")
 _SAFETENSORS_DTYPE = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -225,6 +227,8 @@ def read_about(folder: Path) -> About:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConversionError(f"{path} is not valid JSON ({error}); copy it again") from None
+    if isinstance(values, dict):
+        values = values.get(NESTED, values)
     wanted = {"format", *(field.name for field in dataclasses.fields(About))}
     if not isinstance(values, dict) or values.get("format") != FORMAT or set(values) != wanted:
         hint = "; this is a run, export it first" if isinstance(values, dict) and "preset" in values else ""

@@ -5,9 +5,10 @@
                         timestep warp; names are those of convert.py
     tokenizer.json      the encoder's
     README.md           what the model is and how it was measured
+    *.py                with --format hf: the twin, for transformers (hub.py)
 
 Both directions write beside the target and rename at the end, so a folder that exists is complete.  What comes back is
-enough to generate, not to go on training: an optimiser is not exported.  Left out: shards, Hugging Face's own classes.
+enough to generate, not to go on training: an optimiser is not exported.  Left out: shards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
@@ -24,9 +25,27 @@ import safetensors.numpy
 from jdllm.config import Config, ConfigError
 from jdllm.training.folders import check_target, written_whole
 from weights_port import convert
+from weights_port.hub import write_code
+
+Format = Literal["torch", "safetensors", "hf"]
+"""With a card for PyTorch users; the bare files; with the code besides, so that transformers loads it."""
+LOAD = {
+    "torch": "weights_port.torch_ldlm.load({!r})",
+    "hf": "transformers.AutoModel.from_pretrained({!r}, trust_remote_code=True)",
+}
+USE = {
+    "torch": f"""import weights_port.torch_ldlm  # from the jdllm repository; needs torch, safetensors, tokenizers
+
+generator = {LOAD["torch"].format("this folder")}""",
+    "hf": f"""import transformers  # nothing of jdllm; the code that this runs lies in this folder
+
+generator = {LOAD["hf"].format("this folder")}""",
+}
 
 
-def export_run(run_dir: Path, out: Path, *, checkpoint: int | None = None, dtype: str = "float32") -> None:
+def export_run(
+    run_dir: Path, out: Path, *, checkpoint: int | None = None, dtype: str = "float32", format: Format = "torch"
+) -> None:
     """Write the folder `out`; ConfigError when it is not empty or the run cannot be loaded."""
     import jax
 
@@ -60,12 +79,14 @@ def export_run(run_dir: Path, out: Path, *, checkpoint: int | None = None, dtype
         safetensors.numpy.save_file(tensors, folder / convert.WEIGHTS, metadata={"format": "pt"})
         convert.write_about(folder, about)
         shutil.copy(run_dir / "tokenizer.json", folder / "tokenizer.json")
-        card = model_card(about, tensors, *evaluation(run_dir))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        if format != "safetensors":
+            card = model_card(about, tensors, *evaluation(run_dir), use=USE[format])
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        if format == "hf":
+            write_code(folder)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    say(
-        f"{out}: step {step:,}, {dtype}, {size / 1e6:,.1f} MB; load it with: weights_port.torch_ldlm.load({str(out)!r})"
-    )
+    load_it = LOAD["hf" if format == "hf" else "torch"].format(str(out))
+    say(f"{out}: step {step:,}, {dtype}, {size / 1e6:,.1f} MB; load it with: {load_it}")
 
 
 def import_run(folder: Path, run_dir: Path) -> None:
@@ -118,8 +139,10 @@ def evaluation(run_dir: Path) -> tuple[str | None, int | None]:
     return table.read_text(encoding="utf-8"), measured
 
 
-def model_card(about: convert.About, tensors: dict[str, Any], table: str | None, measured: int | None) -> str:
-    """README.md of an exported folder."""
+def model_card(
+    about: convert.About, tensors: dict[str, Any], table: str | None, measured: int | None, *, use: str
+) -> str:
+    """README.md of an exported folder; `use` is Python that loads it."""
     c: Config = about.config
     m, rows = c.model, convert.key_table(c)
     weights = sum(tensors[name].size for row in rows if row.jax.startswith("params/") for name in row.torch_names)
@@ -162,9 +185,7 @@ writes true or harmless.
 
 ## Use
 ```python
-import weights_port.torch_ldlm  # from the jdllm repository; needs torch, safetensors, tokenizers
-
-generator = weights_port.torch_ldlm.load("this folder")
+{use}
 print(generator.generate(num=4, steps={c.sampling.steps}, seed=0))
 ```
 Back to JAX: `jdllm import --folder "this folder" --run runs/imported`.
