@@ -10,6 +10,7 @@ by Triton's interpreter at toy size, which takes TRITON_INTERPRET=1 in the envir
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -42,7 +43,11 @@ from jdllm.model.random_weights import random_weights
 
 ERROR_BF16, ERROR_FP32 = 1e-2, 2e-3
 REPEATS = 200
-LAUNCHES = itertools.product((4, 8), (3, 4, 6, 8), (False, True), (64, 128))
+LAUNCHES = (
+    (8, 6, True, 64), (8, 6, False, 64), (8, 4, True, 64), (8, 8, True, 64), (4, 6, True, 64), (8, 4, True, 128),
+    (8, 3, True, 64), (4, 4, True, 64), (4, 8, True, 64), (16, 6, True, 64), (4, 4, True, 128), (8, 3, True, 128),
+)  # fmt: skip
+"""Warps, stages, prefetch, block_k: what --tune tries, the likely ones first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +127,13 @@ class Bench:
         modulation = self.module(params).denoiser.modulation(self.times[:-1])
         schedule = TangentSchedule(self.case.config.diffusion.schedule_d)
         return step_tables(params["denoiser"], modulation, self.times, schedule, self.case.sampler)
+
+    def variant(self, launch: fused.Launch, **cut: Any) -> Bench:
+        """The same weights and noise, launched otherwise; `cut` may change what packing does not depend on."""
+        other = copy.copy(self)
+        other.__dict__.pop("fused", None)
+        other.launch, other.cut = launch, dataclasses.replace(self.cut, **cut)
+        return other
 
     def module(self, params: Params) -> LDLM:
         return self.model.merge(params, self.frozen)
@@ -246,17 +258,23 @@ def tune(programs: int, seed: int, until: float) -> list[dict[str, Any]]:
     """Times of launch options, for the shapes that decide."""
     rows = []
     cases = [Case("qwen3.6-35b-a3b", lean("qwen3.6-35b-a3b"), steps=10), Case("books", lean("books"), steps=10)]
-    for (warps, stages, prefetch, block_k), case in itertools.product(LAUNCHES, cases):
-        row = {"case": case.name, "warps": warps, "stages": stages, "prefetch": prefetch, "block_k": block_k}
+    benches = [Bench(case, seed, programs, fused.Launch()) for case in cases]
+    for (warps, stages, prefetch, block_k), bench in itertools.product(LAUNCHES, benches):
+        row = {"case": bench.case.name, "warps": warps, "stages": stages, "prefetch": prefetch, "block_k": block_k}
         if time.monotonic() > until:
             break
         try:
-            bench = Bench(case, seed, programs, fused.Launch(warps, stages, prefetch), block_k=block_k)
-            row["ms"] = median_ms(bench.fused, seconds=0.2)
+            row["ms"] = median_ms(
+                bench.variant(fused.Launch(warps, stages, prefetch), block_k=block_k).fused, seconds=0.2
+            )
         except Exception as error:  # an option that does not fit the card is a row as well
             row["failed"] = str(error).splitlines()[0][:120]
         rows.append(row)
         print(row, flush=True)
+    for bench in benches:
+        rows.append(
+            {"case": bench.case.name, "plain": True, "ms": median_ms(lambda b=bench: b.plain(b.params, "bfloat16"))}
+        )
     return sorted(rows, key=lambda row: (row["case"], row.get("ms", float("inf"))))
 
 

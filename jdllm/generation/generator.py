@@ -95,8 +95,8 @@ class Generator:
         """Tokens of `num` windows, as they come from the model, EOS and what follows it included.
 
         Options are those of SamplingConfig: num, steps, sampler, grid, guidance, temperature, or of a baseline what OPTIONS
-        names.  The same seed and options give the same tokens.  `on_step(step, total, tokens)` is called after every denoising step with the text as it
-        then reads; steps are separate programs in that case, and slower.
+        names.  The same seed and options give the same tokens.  `on_step(step, total, tokens)` is called after every
+        denoising step with the text as it then reads; steps are separate programs in that case, and slower.
         """
         s = self.sampling(**options)
         key = jax.random.key(seed)
