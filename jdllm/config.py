@@ -100,7 +100,7 @@ class ObjectiveConfig:
     decoder_noise_ramp_steps: int = 500
     """Steps over which the bound grows from a tenth to the whole."""
     decoder_share: float = 1.0
-    """Share of each batch that the decoders are trained on; they learn sooner than the denoiser and cost half of a step."""
+    """Share of each batch that the decoders are trained on; they learn sooner than the denoiser, for two fifths of a step."""
     frozen_after: float = 1.0
     """Share of the run after which the denoiser alone is trained, in cheaper steps on latents that stay (two stages); 1 is never."""
     self_conditioning: float = 0.5
