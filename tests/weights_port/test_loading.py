@@ -156,9 +156,9 @@ def test_an_index_of_pickles_is_refused(whole, tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """(folder, bytes of the lower two layers and the embedding): 89 MB in bfloat16, in two files."""
+    """(folder, bytes of the lower two layers and the embedding): 177 MB in bfloat16, in two files."""
     folder = tmp_path_factory.mktemp("large")
-    config = text_config("llama", 1024, 4)
+    config = text_config("llama", 2048, 4)
     config.head_dim, config.intermediate_size, config.dtype = 256, 6144, torch.bfloat16
     with torch.device("meta"):
         shapes = {key: value.shape for key, value in transformers.LlamaForCausalLM(config).state_dict().items()}
@@ -206,9 +206,10 @@ def test_no_second_copy_is_made_in_memory(large, dtype, copies):
     with PeakMemory() as memory:
         encoder = load_encoder(str(folder), layer=2, device="cpu", dtype=dtype)
     assert encoder.info.layer == 2
-    assert size > 85e6
-    # The checks look at 4 M weights at a time, in up to 8 bytes each; a second copy would be at least `size` more.
-    assert memory.grown < copies * size + 60e6, f"{memory.grown / size:.2f} of the file"
+    assert size > 170e6
+    # The checks look at 4 M weights at a time, in up to 8 bytes each, and other threads of the process allocate too; a
+    # second copy would be at least `size` more.
+    assert memory.grown < (copies + 0.6) * size, f"{memory.grown / size:.2f} of the file"
 
 
 # Kernels
