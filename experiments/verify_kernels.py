@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +254,8 @@ def two_streams(programs: int, launch: fused.Launch, seed: int) -> dict[str, Any
     return {"case": case.name, "error_poisoned": max(errors), "error_xla": 0.0, "launches": len(errors)}
 
 
-def tune(programs: int, seed: int, until: float) -> list[dict[str, Any]]:
+def tune(programs: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
     """Times of launch options, for the shapes that decide."""
-    rows = []
     cases = [Case("qwen3.6-35b-a3b", lean("qwen3.6-35b-a3b"), steps=10), Case("books", lean("books"), steps=10)]
     benches = [Bench(case, seed, programs, fused.Launch()) for case in cases]
     for (warps, stages, prefetch, block_k), bench in itertools.product(LAUNCHES, benches):
@@ -269,13 +268,10 @@ def tune(programs: int, seed: int, until: float) -> list[dict[str, Any]]:
             )
         except Exception as error:  # an option that does not fit the card is a row as well
             row["failed"] = str(error).splitlines()[0][:120]
-        rows.append(row)
-        print(row, flush=True)
+        yield row
     for bench in benches:
-        rows.append(
-            {"case": bench.case.name, "plain": True, "ms": median_ms(lambda b=bench: b.plain(b.params, "bfloat16"))}
-        )
-    return sorted(rows, key=lambda row: (row["case"], row.get("ms", float("inf"))))
+        plain = functools.partial(bench.plain, bench.params, "bfloat16")
+        yield {"case": bench.case.name, "plain": True, "ms": median_ms(plain)}
 
 
 def toy_cases() -> list[Case]:
@@ -302,46 +298,64 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+@dataclasses.dataclass
+class Record:
+    """Rows so far, on the disk after each: a launch that hangs takes nothing along."""
+
+    out: Path
+    name: str
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(row, flush=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        values = {**self.about, "rows": self.rows, "failed": self.failed}
+        (self.out / f"{self.name}.json").write_text(json.dumps(values, indent=1) + "\n")
+        words = "\n".join(f"{key}: {value}" for key, value in self.about.items())
+        (self.out / f"{self.name}.md").write_text(f"{words}\n\n{table(self.rows)}\n")
+
+    @property
+    def failed(self) -> list[str]:
+        return [row["case"] for row in self.rows if row.get("ok") is False]
+
+
 def main() -> int:
     options = tyro.cli(Options, description=__doc__.partition("\n\n")[0])
     gpu = jax.default_backend() == "gpu"
     device = jax.devices()[0].device_kind if gpu else "CPU, Triton's interpreter"
     programs, launch = (op.programs(), op.launch_options()) if gpu else (1, fused.Launch(prefetch=False))
     seed, until = int.from_bytes(os.urandom(3), "big"), time.monotonic() + 60 * options.minutes
-    if options.tune:
-        rows, failed, cases = tune(programs, seed, until), [], []
-    else:
-        wanted = [name.strip() for name in options.cases.split(",") if name.strip()]
-        cases = [case for case in (all_cases() if gpu else toy_cases()) if not wanted or case.name in wanted]
-        rows, failed = [], []
-        for index, case in enumerate(cases):
-            if time.monotonic() > until:
-                rows.append({"case": case.name, "not_run": f"--minutes {options.minutes:g} were over"})
-                continue
-            row = check(case, seed + 10 * index, programs, launch, "cuda" if gpu else "cpu")
-            row["ok"] = passed(row, case)
-            failed += [] if row["ok"] else [case.name]
-            rows.append(row)
-            print(row, flush=True)
-        if gpu and not wanted:
-            row = two_streams(programs, launch, seed)
-            rows.append(row | {"ok": row["error_poisoned"] <= ERROR_BF16})
-            failed += [] if rows[-1]["ok"] else ["two streams"]
     short = device.removeprefix("NVIDIA ").lower().replace(" ", "-") if gpu else "cpu"
-    out = options.out or Path("results") / f"kernels-{short}"
-    out.mkdir(parents=True, exist_ok=True)
     about = {
         "device": device, "commit": report.commit(), "command": report.command_line(), "jax": jax.__version__,
         "launch": dataclasses.asdict(launch), "programs": programs,
     }  # fmt: skip
-    name = "tune" if options.tune else "verify"
-    (out / f"{name}.json").write_text(json.dumps({**about, "rows": rows, "failed": failed}, indent=1) + "\n")
-    words = "\n".join(f"{key}: {value}" for key, value in about.items())
-    (out / f"{name}.md").write_text(f"{words}\n\n{table(rows)}\n")
-    print(table(rows))
-    if failed:
-        print(f"error: {len(failed)} of {len(cases)} cases failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    out = options.out or Path("results") / f"kernels-{short}"
+    record = Record(out, "tune" if options.tune else "verify", about)
+    if options.tune:
+        for row in tune(programs, seed, until):
+            record.add(row)
+        record.rows.sort(key=lambda row: (row["case"], row.get("ms", float("inf"))))
+        print(table(record.rows))
+        return 0
+    wanted = [name.strip() for name in options.cases.split(",") if name.strip()]
+    cases = [case for case in (all_cases() if gpu else toy_cases()) if not wanted or case.name in wanted]
+    for index, case in enumerate(cases):
+        if time.monotonic() > until:
+            record.add({"case": case.name, "not_run": f"--minutes {options.minutes:g} were over"})
+            continue
+        row = check(case, seed + 10 * index, programs, launch, "cuda" if gpu else "cpu")
+        record.add(row | {"ok": passed(row, case)})
+    if gpu and not wanted:  # last, since two launches that wait for each other would never end
+        row = two_streams(programs, launch, seed)
+        record.add(row | {"ok": row["error_poisoned"] <= ERROR_BF16})
+    print(table(record.rows))
+    if record.failed:
+        names = ", ".join(record.failed)
+        print(f"error: {len(record.failed)} of {len(record.rows)} cases failed: {names}", file=sys.stderr)
+    return 1 if record.failed else 0
 
 
 if __name__ == "__main__":
