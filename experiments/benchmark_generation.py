@@ -28,9 +28,9 @@ import tyro
 
 import jdllm
 from jdllm.config import Config, ConfigError, preset
-from jdllm.evaluation import report, speed
+from jdllm.evaluation import card, measure, report, speed
 from jdllm.evaluation.benchmark import Benchmark, Name, Point
-from jdllm.kernels import card, measure, op
+from jdllm.kernels import op
 from jdllm.kernels.quantize import quantized_weights
 
 PRESETS = {

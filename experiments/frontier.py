@@ -28,9 +28,9 @@ from jdllm.config import ConfigError
 from jdllm.evaluation import frontier_report
 from jdllm.evaluation.evaluate import held_out_windows, of_hidden_states, remembered
 from jdllm.evaluation.frontier import Row
+from jdllm.evaluation.measure import time_calls
 from jdllm.evaluation.report import Score, TextFigures, beside_human, command_line, commit
 from jdllm.generation.generator import Generator
-from jdllm.kernels.measure import time_calls
 from jdllm.training.checkpoint import Checkpoints
 
 Setting = dict[str, Any]

@@ -2,6 +2,7 @@
 
     python experiments/verify_kernels.py --out results/kernels-h200           # errors, repeats, poison, two streams, times
     python experiments/verify_kernels.py --tune                               # times of launch options, to choose defaults by
+    python experiments/verify_kernels.py --compile 90,120                     # no GPU needed: does it compile, what does it need?
 
 Every case draws fresh random weights and noise.  The reference is the plain loop in float32 with exact products, from the
 same (rounded) weights; the error of the plain bfloat16 loop stands beside that of the fused one.  On a CPU the source is run
@@ -16,7 +17,10 @@ import functools
 import itertools
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,15 +36,17 @@ import tyro
 from jdllm.config import Config, preset
 from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
-from jdllm.evaluation import report
+from jdllm.evaluation import measure, report
 from jdllm.generation.generate import make_denoise
-from jdllm.kernels import fused, measure, op
+from jdllm.kernels import fused, op
 from jdllm.kernels.quantize import dequantize_params, quantize_params
 from jdllm.kernels.tables import step_tables
 from jdllm.kernels.tiling import tiling
 from jdllm.model.ldlm import LDLM, Model, Params
 from jdllm.model.random_weights import random_weights
 
+PROGRAMS = {90: 132, 120: 170}
+"""Multiprocessors of an H200 and an RTX 5090."""
 ERROR_BF16, ERROR_FP32 = 1e-2, 2e-3
 REPEATS = 200
 LAUNCHES = (
@@ -58,6 +64,8 @@ class Options:
     """Folder of verify.json and verify.md; by default results/kernels-<device>."""
     tune: bool = False
     """Only time launch options."""
+    compile: str = ""
+    """Only compile for these compute capabilities, such as 90,120, and report registers, stack and shared memory."""
     cases: str = ""
     """Names of cases to run, separated by commas; by default all."""
     minutes: float = 6.0
@@ -274,28 +282,39 @@ def tune(programs: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
         yield {"case": bench.case.name, "plain": True, "ms": median_ms(plain)}
 
 
+def compiled(name: str, capability: int, launch: fused.Launch, programs: int) -> dict[str, Any]:
+    """What the kernel for a preset at batch 1 needs on a card that need not be here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from jdllm.kernels.triton import denoise_loop
+
+    m, names = preset(name).model, denoise_loop.arg_names
+    cut = tiling(m, 1, programs)
+    constants = fused.constants(m, cut, launch, fresh_noise=False, quantised=False)
+    outputs = fused.scratch(m, cut, jnp.bfloat16)
+    kinds = {"float32": "*fp32", "bfloat16": "*bf16", "int32": "*i32"}
+    signature = {key: "*bf16" if key.startswith("w_") else "*fp32" for key in names}
+    signature |= {key: kinds[jnp.dtype(shape.dtype).name] for key, shape in outputs.items()}
+    signature |= {"steps": "i32", **dict.fromkeys(constants, "constexpr")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if signature[key].startswith("*")}
+    fixed = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=denoise_loop, signature=signature, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    row = {"case": name, "capability": capability, **dataclasses.asdict(launch), "shared": kernel.metadata.shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        Path(cubin.name).write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    return row | {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+
+
 def toy_cases() -> list[Case]:
     """What the interpreter can run in seconds."""
     small = shape(64, 16, head_dim=32, ffn_multiple=2)
     return [Case("toy", small, steps=2, dtype="float32"), Case("toy sde x2", small, 2, 2, "sde", dtype="float32")]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; a column for every key that any row has."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-
-    def cell(value: Any) -> str:
-        return (
-            f"{value:.2e}"
-            if isinstance(value, float) and value < 0.01
-            else f"{value:.3f}"
-            if isinstance(value, float)
-            else str(value)
-        )
-
-    lines = [" | ".join(keys), " | ".join("---" for _ in keys)]
-    lines += [" | ".join(cell(row.get(key, "")) for key in keys) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 @dataclasses.dataclass
@@ -314,7 +333,7 @@ class Record:
         values = {**self.about, "rows": self.rows, "failed": self.failed}
         (self.out / f"{self.name}.json").write_text(json.dumps(values, indent=1) + "\n")
         words = "\n".join(f"{key}: {value}" for key, value in self.about.items())
-        (self.out / f"{self.name}.md").write_text(f"{words}\n\n{table(self.rows)}\n")
+        (self.out / f"{self.name}.md").write_text(f"{words}\n\n{report.rows_table(self.rows)}\n")
 
     @property
     def failed(self) -> list[str]:
@@ -334,11 +353,20 @@ def main() -> int:
     }  # fmt: skip
     out = options.out or Path("results") / f"kernels-{short}"
     record = Record(out, "tune" if options.tune else "verify", about)
+    if options.compile:
+        told = {key: about[key] for key in ("commit", "command", "jax")}
+        record = Record(out, "compiled", {"device": "none; compiled ahead of time, batch 1", **told})
+        for capability in map(int, options.compile.split(",")):
+            shared = fused.Launch(stages=op.SHARED_MEMORY_STAGES.get(f"{capability / 10:.1f}", 3))
+            for name in ("qwen3.6-35b-a3b", "qwen3.6-27b", "books"):
+                record.add(compiled(name, capability, shared, PROGRAMS.get(capability, programs)))
+        print(report.rows_table(record.rows))
+        return 0
     if options.tune:
         for row in tune(programs, seed, until):
             record.add(row)
         record.rows.sort(key=lambda row: (row["case"], row.get("ms", float("inf"))))
-        print(table(record.rows))
+        print(report.rows_table(record.rows))
         return 0
     wanted = [name.strip() for name in options.cases.split(",") if name.strip()]
     cases = [case for case in (all_cases() if gpu else toy_cases()) if not wanted or case.name in wanted]
@@ -351,7 +379,7 @@ def main() -> int:
     if gpu and not wanted:  # last, since two launches that wait for each other would never end
         row = two_streams(programs, launch, seed)
         record.add(row | {"ok": row["error_poisoned"] <= ERROR_BF16})
-    print(table(record.rows))
+    print(report.rows_table(record.rows))
     if record.failed:
         names = ", ".join(record.failed)
         print(f"error: {len(record.failed)} of {len(record.rows)} cases failed: {names}", file=sys.stderr)

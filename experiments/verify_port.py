@@ -95,7 +95,7 @@ def main() -> int:
     about = {"device": device, "commit": report.commit(), "command": report.command_line(), "depth": options.depth}
     summary = {"parity_fp32_max_rel": worst["float32"], "parity_bf16_max_rel": worst["bfloat16"], **about}
     (out / "parity.json").write_text(json.dumps({**summary, "rows": rows}, indent=1) + "\n")
-    table = markdown(rows)
+    table = report.rows_table(rows)
     (out / "parity.md").write_text("\n".join(f"{key}: {value}" for key, value in summary.items()) + f"\n\n{table}\n")
     print(table)
     failed = [dtype for dtype, error in worst.items() if error is not None and not error <= parity.LIMITS[dtype]]
@@ -105,22 +105,6 @@ def main() -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table."""
-
-    def cell(value: Any) -> str:
-        return (
-            f"{value:.1e}"
-            if isinstance(value, float) and value < 0.1
-            else f"{value:.4g}"
-            if isinstance(value, float)
-            else str(value)
-        )
-
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

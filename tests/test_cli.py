@@ -234,7 +234,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
     [
         (ConfigError("a=1 is odd"), "error: a=1 is odd"),
         (OSError(28, "No space left on device", "/data/x"), "no space left on the disk for /data/x; make room"),
-        (PermissionError(13, "Permission denied", "/root/x"), "no permission to write or read /root/x"),
+        (PermissionError(13, "Permission denied", "/data/x"), "no permission to write or read /data/x"),
         (ModuleNotFoundError("No module named 'zstandard'", name="zstandard"), "pip install zstandard"),
     ],
 )

@@ -22,10 +22,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jdllm.config import Config, ConfigError
-from jdllm.evaluation import speed
+from jdllm.evaluation import card, measure, speed
 from jdllm.evaluation.speed import NotRun, Row
 from jdllm.generation.generate import Program, estimate_and_read
-from jdllm.kernels import card, measure
 from jdllm.kernels.quantize import FORMATS, quantize_params
 from jdllm.kernels.roofline import RTX_5090, generation_work, project
 from jdllm.model.ldlm import Model, Params

@@ -244,6 +244,15 @@ def to_json(values: Any) -> str:
     return json.dumps(clean(values), indent=2, allow_nan=False) + "\n"
 
 
+def rows_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of rows that are dicts: a column for every key that any of them has, numbers to three digits."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [
+        [f"{x:.3g}" if isinstance(x, float) else str(x) for x in (row.get(key, "") for key in keys)] for row in rows
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (keys, ["---"] * len(keys), *cells))
+
+
 def command_line() -> str:
     """What was typed, for the record."""
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

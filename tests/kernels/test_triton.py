@@ -107,7 +107,7 @@ def test_products_may_be_split_along_k(trained):
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_quantised_weights_are_multiplied_as_by_xla(weights, trained):
-    model, params, _ = trained(make_config(depth=1))
+    model, params, _ = trained(make_config())
     params = quantize_params(params, weights)
     module = model.merge(params, model.frozen_shapes)
     found, wanted = fused_and_plain(model, params, module, 1, "ddim")

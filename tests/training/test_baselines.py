@@ -23,6 +23,8 @@ from jdllm.training.state import init_state, make_optimizer
 from jdllm.training.step import make_train_step
 from jdllm.training.throughput import flops_per_window
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 KINDS = ("autoregressive", "masked")
 STEPS = {"autoregressive": 150, "masked": 400}
 TEXTS = np.random.default_rng(3).integers(1, 37, (6, 8)).astype(np.int32)
@@ -41,16 +43,6 @@ def config(tiny):
         optimizer__learning_rate=1e-2, optimizer__warmup_steps=10, optimizer__decay_fraction=0.0, optimizer__ema_decay=0.95,
     )  # fmt: skip
     return {kind: config.replace(model__kind=kind, model__trunk_depth=1) for kind in KINDS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The loop makes the same programs more than once."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 @pytest.fixture

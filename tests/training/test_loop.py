@@ -51,6 +51,9 @@ class Crash(Exception):
     pass
 
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
 def crash(batch):
     raise Crash
 
@@ -66,16 +69,6 @@ def no_numbers(batch):
 
 def judge(tokens, eos_id):
     return {"entropy": 3.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every call of `train` makes its own jitted step; the second one finds it here."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,10 @@ from tokenizers import Tokenizer
 
 from weights_port.checkpoints import EncoderError
 from weights_port.encoder import load_encoder
-from weights_port.tiny import EOS_ID, KINDS, save_tiny
+from weights_port.tiny import EOS_ID, save_tiny
 
 IDS = np.random.default_rng(0).integers(0, 256, (3, 19)).astype(np.int32)
 FULL, PADDED = np.array([19, 19, 19]), np.array([19, 7, 1])
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_tiny(request.param, folder)
-
-
-@pytest.fixture
-def llama(tmp_path):
-    return tmp_path, save_tiny("llama", tmp_path)
 
 
 def reference(model, layer, lengths):

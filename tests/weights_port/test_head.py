@@ -10,20 +10,8 @@ from safetensors.torch import load_file, save_file
 from weights_port import head
 from weights_port.checkpoints import EncoderError, open_checkpoint
 from weights_port.encoder import load_encoder
-from weights_port.tiny import KINDS, save_tiny
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 9)))
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_tiny(request.param, folder)
-
-
-@pytest.fixture
-def llama(tmp_path):
-    return tmp_path, save_tiny("llama", tmp_path)
 
 
 def before_the_norm(model):

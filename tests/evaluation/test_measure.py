@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jdllm.kernels import measure
+from jdllm.evaluation import measure
 
 
 def test_timing_is_of_the_calls_alone_after_a_warm_up():

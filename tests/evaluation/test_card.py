@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jdllm.kernels import card
+from jdllm.evaluation import card
 
 
 @pytest.fixture
