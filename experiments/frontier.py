@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ FIRST: dict[str, list[Setting]] = {
 }
 LATER: dict[str, list[Setting]] = {
     "ldlm": [
-        {"sampler": "early_stop"}, {"sampler": "ddim", "grid": "tau"}, {"sampler": "ddim", "guidance": 1.0},
-        {"sampler": "ddim", "guidance": 0.5}, {"sampler": "sde", "guidance": 0.5}, {"sampler": "sde", "grid": "tau"},
-        {"sampler": "ddim", "grid": "u_late"}, {"sampler": "sde", "grid": "u_late"},
+        {"sampler": "ddim", "guidance": 0.5}, {"sampler": "sde", "guidance": 0.5}, {"sampler": "ddim", "grid": "u_late"},
+        {"sampler": "sde", "grid": "u_late"}, {"sampler": "ddim", "guidance": 0.25}, {"sampler": "ddim", "grid": "tau"},
+        {"sampler": "sde", "grid": "tau"}, {"sampler": "early_stop"}, {"sampler": "ddim", "guidance": 1.0},
     ],
     "masked": [{"order": "random"}, {"order": "confidence", "top_p": 0.9}],
     "autoregressive": [{"top_p": 0.95}, {"top_p": 0.9}],
@@ -66,8 +66,12 @@ class Options:
     """Folder of frontier.json, summary.json, README.md, samples.md and plots."""
     steps: str = "4,8,16,32,64"
     """Step counts of LDLM and masked diffusion, which is also measured in as many as it has tokens."""
+    temperatures: str = ""
+    """Temperatures to use, the first one first, separated by commas; by default a choice for each kind of model."""
     batches: str = "1,64"
     """Batch sizes at which a sequence is timed."""
+    timed: bool = True
+    """Measure times; leave them out when something else uses the card."""
     num: int = 512
     """Samples in each row."""
     seed: int = 0
@@ -80,12 +84,12 @@ class Options:
     """Step count of the samples side by side."""
 
 
-def stages(kind: str, steps: list[int], tokens: int) -> list[list[Setting]]:
-    """Settings of a kind of model, by importance: the first ways at temperature 1, then at the others, then other ways."""
+def stages(kind: str, steps: list[int], tokens: int, temperatures: Sequence[float] = ()) -> list[list[Setting]]:
+    """Settings of a kind of model, by importance: the first ways at the first temperature, at the others, other ways."""
     counts = {"ldlm": steps, "masked": sorted({*(s for s in steps if s < tokens), tokens}), "autoregressive": [tokens]}[
         kind
     ]
-    warm, *others = TEMPERATURES[kind]
+    warm, *others = temperatures or TEMPERATURES[kind]
 
     def product(ways: list[Setting], temperatures: list[float]) -> list[Setting]:
         return [
@@ -147,19 +151,20 @@ class Subject:
         own, human = beside_human(ids, self.human, self.generator.eos_id, self.score, self.known)
         return Row(
             **self.about, way=way(setting), steps=setting["steps"], temperature=setting["temperature"], num=o.num,
-            figures=dataclasses.asdict(own), human=dataclasses.asdict(human), milliseconds=self.timed(setting),
+            figures=dataclasses.asdict(own), human=dataclasses.asdict(human),
+            milliseconds=self.timed(setting) if o.timed else {},
             scorer=self.scorer, scorer_is_encoder=self.is_encoder, command=command_line(), commit=commit(),
         )  # fmt: skip
 
     def timed(self, setting: Setting) -> dict[str, float]:
         """Median milliseconds of a call, by batch size; measured once for all settings of one cost."""
 
-        def median(batch: str) -> float:
-            return time_calls(lambda: self.generator.generate_tokens(seed=1, num=int(batch), **setting), most=50).median
+        def median(batch: int) -> float:
+            return time_calls(lambda: self.generator.generate_tokens(seed=1, num=batch, **setting), most=50).median
 
         known = cost(setting)
         if known not in self.times:
-            self.times[known] = {batch: median(batch) for batch in self.options.batches.split(",")}
+            self.times[known] = {str(batch): median(batch) for batch in numbers(self.options.batches, int)}
         return self.times[known]
 
     def shown(self) -> list[str]:
@@ -171,9 +176,14 @@ class Subject:
         return self.generator.decode(ids)
 
 
-def order(subjects: list[Subject], steps: list[int]) -> Iterator[tuple[Subject, Setting]]:
+def numbers(listed: str, kind: type) -> list[Any]:
+    """The numbers of an option."""
+    return [kind(word) for word in listed.split(",") if word.strip()]
+
+
+def order(subjects: list[Subject], steps: list[int], temperatures: list[float]) -> Iterator[tuple[Subject, Setting]]:
     """Stage by stage, all runs in each."""
-    plans = [(s, stages(s.kind, steps, s.generator.config.model.num_tokens)) for s in subjects]
+    plans = [(s, stages(s.kind, steps, s.generator.config.model.num_tokens, temperatures)) for s in subjects]
     for stage in range(3):
         for subject, plan in plans:
             yield from ((subject, setting) for setting in plan[stage])
@@ -200,7 +210,7 @@ def measure_all(options: Options) -> int:
     began, rows = time.monotonic(), frontier_report.read(options.out)
     scorer = Scorer(options.scorer)
     subjects = [Subject(folder, scorer, options) for folder in folders]
-    batches, steps = [int(b) for b in options.batches.split(",")], [int(s) for s in options.steps.split(",")]
+    batches, steps = numbers(options.batches, int), numbers(options.steps, int)
     shown = {f"{s.about['run']}, {s.kind}": s.shown() for s in subjects}
     human = subjects[0].generator.decode(subjects[0].human[: frontier_report.SHOWN])
     note = (
@@ -209,7 +219,11 @@ def measure_all(options: Options) -> int:
     )
     frontier_report.write_samples(options.out, shown, human, note)
     known = {row.key for row in rows}
-    todo = [(subject, setting) for subject, setting in order(subjects, steps) if subject.key(setting) not in known]
+    todo = [
+        (subject, setting)
+        for subject, setting in order(subjects, steps, numbers(options.temperatures, float))
+        if subject.key(setting) not in known
+    ]
     print(f"{len(todo)} rows to measure, {len(rows)} in {options.out}", flush=True)
     about = (
         "Samples of trained runs, sampled in many ways, made by `experiments/frontier.py`. One training run each: the "
