@@ -123,17 +123,16 @@ def test_an_interrupted_writer_goes_on_at_its_last_full_shard(tmp_path, stop):
 
 # Dies by SIGKILL at the n-th rename of a file, just before or just after it.
 DYING = """
-import os, signal, sys
+import itertools, os, signal, sys
 sys.path[:0] = sys.argv[1:3]
 import test_cache
-calls, limit, after, replace = 0, int(sys.argv[4]), sys.argv[5] == "after", os.replace
+calls, limit, after, replace = itertools.count(1), int(sys.argv[4]), sys.argv[5] == "after", os.replace
 def dying(*paths):
-    global calls
-    calls += 1
-    if calls == limit and not after:
+    call = next(calls)  # of this thread: another one may rename, and count, while this one does
+    if call == limit and not after:
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*paths)
-    if calls == limit and after:
+    if call == limit and after:
         os.kill(os.getpid(), signal.SIGKILL)
 os.replace = dying
 test_cache.fill(sys.argv[3], step=2)
