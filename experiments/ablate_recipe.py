@@ -229,11 +229,12 @@ def prepare_all(jobs: list[Job], runs_dir: Path) -> None:
 
 
 def same_recipe(before: dict[str, Any], config: Config) -> bool:
-    """Whether a stored config is this one, paths, clocks and what else training may change aside."""
+    """Whether a stored config is this one, paths, clocks and what else a run may change aside (but for the stages of a cell)."""
     from weights_port.pipeline import MAY_CHANGE, RESOLVED, differences
 
+    aside = {*MAY_CHANGE, *RESOLVED, "data", "valid_data"} - {"objective.frozen_after"}
     try:
-        return not differences(Config.from_dict(before), config, (*MAY_CHANGE, *RESOLVED, "data", "valid_data"))
+        return not differences(Config.from_dict(before), config, tuple(aside))
     except ConfigError:  # a key that is no longer there
         return False
 

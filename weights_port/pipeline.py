@@ -40,8 +40,8 @@ STATISTICS_WINDOWS = 2048  # of an online feed; the mean of 100,000 tokens is kn
 # What a resumed run may change without becoming another run.  Everything else shapes the weights.
 MAY_CHANGE = (
     "training.steps", "training.minutes", "training.log_every", "training.sample_every", "training.checkpoint_every",
-    "training.keep_checkpoints", "training.wandb", "feed.cache_dir", "feed.prefetch", "feed.encoder_device",
-    "feed.encoder_memory", "feed.encoder_processes", "feed.encoder_batch_tokens", "sampling",
+    "training.keep_checkpoints", "training.wandb", "objective.frozen_after", "feed.cache_dir", "feed.prefetch",
+    "feed.encoder_device", "feed.encoder_memory", "feed.encoder_processes", "feed.encoder_batch_tokens", "sampling",
 )  # fmt: skip
 # The encoder's own values replace these, so the ones in a fresh config say nothing.
 RESOLVED = ("model.hidden_dim", "model.vocab_size")

@@ -128,7 +128,8 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
     texts = data.valid.gather(np.arange(min(len(data.valid), WINDOWS)))
     text_entropy = judge(texts["ids"], data.eos_id)["entropy"]
     held_out = spread(texts, mesh)
-    window_flops, peak = flops_per_window(model), peak_flops()
+    window_flops = [flops_per_window(model, denoiser_alone=second) for second in (False, True)]
+    peak = peak_flops()
 
     def measure(state: TrainState) -> dict[str, np.ndarray]:
         return jax.device_get(probe(state, frozen, held_out))
@@ -174,7 +175,9 @@ def train(config: Config, run_dir: Path, data: TrainingData, judge: Judge) -> di
                         values["tokens_per_second"] = windows * config.model.num_tokens / elapsed
                         values["wait_share"] = float(told[:, 1].max()) / elapsed
                         if peak:
-                            values["mfu"] = windows * window_flops / elapsed / peak
+                            values["mfu"] = (
+                                windows * window_flops[over >= config.objective.frozen_after] / elapsed / peak
+                            )
                     clocked_at, clock, feed.waited = done, time.perf_counter(), 0.0
                     tracker.log(done, values, "train")
                     last |= values

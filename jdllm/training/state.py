@@ -81,6 +81,19 @@ def _factored_adamw(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
+def _products_in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The rule with its matrix products in bfloat16, added up in float32, as Muon's author runs them.
+
+    Muon's products for `books` are 1.6 TFLOP a step; a CPU computes them in float32 all the same.
+    """
+
+    def update(*arguments: Any) -> Any:
+        with jax.default_matmul_precision("BF16_BF16_F32"):
+            return rule.update(*arguments)
+
+    return optax.GradientTransformation(rule.init, update)
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW or Muon, at learning rate 1: the step multiplies the update by `learning_rate`.
 
@@ -88,11 +101,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     library that is kept has one for JAX.
     """
     if config.name == "muon":
-        rule = optax.contrib.muon(
+        muon = optax.contrib.muon(
             1.0, consistent_rms=0.2, weight_decay=config.weight_decay, weight_decay_mask=is_matrix,
             adam_b1=config.beta1, adam_b2=config.beta2, adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_muon_dimensions, mu_dtype=config.first_moment,
         )  # fmt: skip
+        rule = _products_in_bfloat16(muon)
     elif config.second_moment == "factored":
         rule = _factored_adamw(config)
     else:

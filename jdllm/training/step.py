@@ -22,6 +22,8 @@ from jdllm.training.state import TrainState, learning_rate
 Batch = dict[str, Array]
 """hidden (b, t, d_h) bfloat16 as the frozen model gave it, ids (b, t) int32, lengths (b,) int32."""
 Metrics = dict[str, Array]
+DECODERS_LOOKED_AT = 1 / 16
+"""Share of a batch on which the losses of decoders that are no longer trained are still logged."""
 BASELINES = {"autoregressive": autoregressive, "masked": masked}
 """Objectives on tokens alone, by model.kind; they read no hidden states."""
 
@@ -59,9 +61,13 @@ def gradients(
 ) -> tuple[Params, tuple[LatentStats, Terms, Metrics]]:
     """Gradient of one (micro-)batch.  The encoder's is gamma times that of L_diff plus that of the decoder's losses.
 
-    With `denoiser_alone` all but the denoiser's is zero and not computed: the second of two stages.
+    With `denoiser_alone` all but the denoiser's is zero and not computed, the second of two stages; the decoders, which
+    stand still there, are then only looked at on a few rows.
     """
     config = model.config
+    if denoiser_alone:
+        share = min(config.objective.decoder_share, max(DECODERS_LOOKED_AT, 1 / len(batch["ids"])))
+        config = config.replace(objective__decoder_share=share)
     dtype = config.training.compute_dtype
     gamma = gamma_at(state.gamma_progress, config.objective)
     bound = decoder_noise_bound(state.step, config.objective)
@@ -131,11 +137,14 @@ def token_gradients(
     return grads, (None, None, {"loss": total, **metrics})
 
 
-def of_this_stage(updates: Params, first: Bool[Array, ""]) -> Params:
-    """All updates in the first of two stages, those of the denoiser in the second."""
+def of_this_stage(first: Bool[Array, ""], moved: Params, averaged: Params) -> Params:
+    """What was moved, in the first of two stages; in the second all but the denoiser stands still at its running average.
+
+    The average, since it is what generation uses and what a falling learning rate would have led to.
+    """
     return {
-        part: tree if part == "denoiser" else jax.tree.map(lambda x: jnp.where(first, x, 0.0), tree)
-        for part, tree in updates.items()
+        part: tree if part == "denoiser" else jax.tree.map(lambda *x: jnp.where(first, *x), tree, averaged[part])
+        for part, tree in moved.items()
     }
 
 
@@ -183,11 +192,12 @@ def make_train_step(
         metrics |= {"gradient_norm": optax.global_norm(grads), "learning_rate": rate}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda update: rate * update, updates)
-        if two_stages:
-            updates = of_this_stage(updates, first_stage)
         params = optax.apply_updates(state.params, updates)
         keep = jnp.minimum(decay, (1.0 + state.step) / (10.0 + state.step))  # a short memory while everything is new
         ema_params = jax.tree.map(lambda e, p: keep * e + (1.0 - keep) * p, state.ema_params, params)
+        if two_stages:
+            params = of_this_stage(first_stage, params, state.ema_params)
+            ema_params = of_this_stage(first_stage, ema_params, state.ema_params)
         state = state.replace(step=state.step + 1, params=params, ema_params=ema_params, opt_state=opt_state)
         if config.model.kind != "ldlm":  # statistics, timesteps and gamma stay as they were made
             return state, metrics

@@ -23,10 +23,11 @@ PEAK_BF16_FLOPS = {
 """Peak rate by a part of the device's name; devices that are not here get no MFU."""
 
 
-def flops_per_window(model: Model) -> float:
+def flops_per_window(model: Model, *, denoiser_alone: bool = False) -> float:
     """Forward and backward FLOPs of one window: 6 per weight and position, attention scores, self-conditioning's extra pass.
 
-    Recomputation is not counted.
+    Recomputation is not counted.  With `denoiser_alone` the encoder runs forward only and the decoders count for nothing: the
+    second of two stages.
     """
     config: Config = model.config
     forward = forward_flops(model)
@@ -35,6 +36,8 @@ def flops_per_window(model: Model) -> float:
     for part in ("decoder", "token_decoder"):
         forward[part] *= config.objective.decoder_share
     extra = config.objective.self_conditioning * forward["denoiser"]
+    if denoiser_alone:
+        return forward["encoder"] + 3.0 * forward["denoiser"] + extra
     return 3.0 * sum(forward.values()) + extra
 
 

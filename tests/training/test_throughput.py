@@ -1,10 +1,12 @@
-"""Waiting for data counts only while the devices have nothing else to do."""
+"""Arithmetic of a step; waiting for data counts only while the devices have nothing else to do."""
 
 import time
 
 import pytest
 
-from jdllm.training.throughput import FeedClock
+from jdllm.config import preset
+from jdllm.model.ldlm import Model
+from jdllm.training.throughput import FeedClock, flops_per_window, forward_flops
 
 
 class Busy:
@@ -49,3 +51,11 @@ def test_a_step_that_fails_is_heard_of():
     with pytest.raises(RuntimeError, match="out of memory"):
         clock.take(loader(0.0))
     clock.close()
+
+
+def test_a_step_of_the_second_stage_is_the_encoder_forward_and_the_denoiser():
+    model = Model(preset("smoke").replace(objective__self_conditioning=0.5))
+    forward = forward_flops(model)
+    whole, alone = flops_per_window(model), flops_per_window(model, denoiser_alone=True)
+    assert whole == 3 * sum(forward.values()) + forward["denoiser"] / 2
+    assert alone == forward["encoder"] + 3.5 * forward["denoiser"]
