@@ -37,7 +37,7 @@ Setting = dict[str, Any]
 """Options of Generator.generate_tokens."""
 
 FIRST: dict[str, list[Setting]] = {
-    "ldlm": [{"sampler": "ddim"}, {"sampler": "sde"}],
+    "ldlm": [{"sampler": "ddim"}, {"sampler": "sde"}, {"sampler": "dpmpp"}],
     "masked": [{"order": "confidence"}, {"order": "entropy"}],
     "autoregressive": [{}],
 }

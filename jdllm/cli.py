@@ -73,7 +73,7 @@ class Generate:
     """Texts to write; by default the run's sampling.num."""
     steps: int | None = None
     """Denoising steps; by default the run's sampling.steps.  An autoregressive model takes one a token and none else."""
-    sampler: Literal["ddim", "sde", "early_stop"] | None = None
+    sampler: Literal["ddim", "sde", "early_stop", "dpmpp"] | None = None
     """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
     seed: int = 0
     """The same seed writes the same text on the same machine."""
@@ -129,7 +129,7 @@ class Eval:
     """Samples for every step count."""
     seed: int = 0
     """Seed of the samples and of all noise."""
-    sampler: Literal["ddim", "sde", "early_stop"] | None = None
+    sampler: Literal["ddim", "sde", "early_stop", "dpmpp"] | None = None
     """By default the run's own, as are the five below."""
     grid: Literal["u", "tau", "u_late"] | None = None
     """Steps uniform in the warped u, or in tau."""

@@ -211,8 +211,8 @@ class TrainingConfig:
 class SamplingConfig:
     """Defaults of generation."""
 
-    sampler: Literal["ddim", "sde", "early_stop"] = "ddim"
-    """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
+    sampler: Literal["ddim", "sde", "early_stop", "dpmpp"] = "ddim"
+    """DDIM, stochastic Euler on the reverse SDE, DDIM stopped early on a longer grid, or DPM-Solver++(2M)."""
     steps: int = 10
     """Denoising steps, also those of masked diffusion; an autoregressive model takes one step a token and reads none."""
     num: int = 8

@@ -32,7 +32,7 @@ def test_baselines_are_measured_at_as_many_steps_as_tokens():
 def test_temperature_one_of_the_first_ways_comes_first():
     first, second, third = experiment.stages("ldlm", [4], 64)
     assert {s["temperature"] for s in first} == {1.0} and 1.0 not in {s["temperature"] for s in second}
-    assert {s["sampler"] for s in first} == {s["sampler"] for s in second} == {"ddim", "sde"}
+    assert {s["sampler"] for s in first} == {s["sampler"] for s in second} == {"ddim", "sde", "dpmpp"}
     chosen = experiment.stages("ldlm", [4], 64, [0.9, 0.8])
     assert {s["temperature"] for s in chosen[0]} == {0.9} and {s["temperature"] for s in chosen[1]} == {0.8}
     assert any("guidance" in s for s in third) and any(s["sampler"] == "early_stop" for s in third)

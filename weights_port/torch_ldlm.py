@@ -37,7 +37,7 @@ LOGITS_AT_ONCE = 2**26
 """As in jdllm/kernels/cross_entropy.py: all logits of few positions at once, of many in chunks of the vocabulary."""
 BATCH = 256
 """Sequences generated at once; more are generated in turn."""
-SAMPLERS = ("ddim", "sde", "early_stop")
+SAMPLERS = ("ddim", "sde", "early_stop", "dpmpp")
 EARLY_STOP_SHARE = 0.75
 GRIDS = ("u", "tau", "u_late")
 LATE = 0.25
@@ -423,6 +423,25 @@ def step(
     return alpha_next * x0 + sigma_next * (z - alpha * x0) / sigma
 
 
+def ahead(
+    x0: Float[Tensor, "b k d"],
+    previous: Float[Tensor, "b k d"],
+    tau_before: Float[Tensor, ""],
+    tau: Float[Tensor, ""],
+    tau_next: Float[Tensor, ""],
+    schedule: TangentSchedule,
+    sampler: str,
+) -> Float[Tensor, "b k d"]:
+    """The estimate that a step makes for: the newest, or with `dpmpp` a line through the last two, where it is finite."""
+    if sampler != "dpmpp":
+        return x0
+    before, here, there = (
+        torch.log(alpha / sigma) for alpha, sigma in map(schedule.alpha_sigma, (tau_before, tau, tau_next))
+    )
+    weight = 0.5 * (there - here) / (here - before)
+    return x0 + torch.where(torch.isfinite(weight), weight, 0.0) * (x0 - previous)
+
+
 # --- A run, ready to write text (jdllm/generation/generator.py)
 
 
@@ -474,13 +493,16 @@ class Generator:
         z = options.temperature * noise.to(self.device, torch.float32)
         x0, added = torch.zeros_like(z), None
         for index in range(options.steps):
-            x0 = self.model.estimate(z, times[index], x0, options.guidance)
+            previous = x0
+            x0 = self.model.estimate(z, times[index], previous, options.guidance)
             if index + 1 == options.steps:
                 break  # the estimate is the result, never a half-noisy state
             if options.sampler == "sde":
                 drawn = torch.randn(z.shape, generator=random) if fresh_noise is None else fresh_noise[index]
                 added = options.temperature * drawn.to(z)
-            z = step(z, x0, added, times[index], times[index + 1], self.schedule, options.sampler)
+            tau_before, tau, tau_next = times[max(index - 1, 0)], times[index], times[index + 1]
+            heading = ahead(x0, previous, tau_before, tau, tau_next, self.schedule, options.sampler)
+            z = step(z, heading, added, tau, tau_next, self.schedule, options.sampler)
         return x0
 
     def generate_tokens(

@@ -150,7 +150,9 @@ class Program:
         implementation: str = "auto",
     ):
         shapes, weights = model.config.model, quantized_weights(params)
-        self.choice = op.choose(implementation, shapes, num=num, guided=guided, dtype=dtype, weights=weights)
+        self.choice = op.choose(
+            implementation, shapes, num=num, guided=guided, sampler=sampler, dtype=dtype, weights=weights
+        )
         times = samplers.time_grid(edges, steps, grid=grid, sampler=sampler)
         if self.choice.implementation == "triton":
             cut = tiling(shapes, num, op.programs())

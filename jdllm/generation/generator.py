@@ -181,15 +181,18 @@ class Generator:
             return s.temperature * jnp.concatenate(parts)
 
         z = normal([first for first, _ in keys])
-        previous = jnp.zeros_like(z)
+        x0 = jnp.zeros_like(z)
         for index in range(s.steps):
-            previous, tokens = generate.estimate_and_read(
+            previous = x0
+            x0, tokens = generate.estimate_and_read(
                 self.model, self.params, self.frozen, z, times[index], previous, s.guidance,
                 guided=s.guidance != 0.0, dtype=self.dtype,
             )  # fmt: skip
             on_step(index + 1, s.steps, np.asarray(tokens))
             noise = normal([jax.random.fold_in(later, index) for _, later in keys])
-            z = samplers.step(z, previous, noise, times[index], times[index + 1], schedule, s.sampler)
+            tau_before, tau, tau_next = times[max(index - 1, 0)], times[index], times[index + 1]
+            heading = samplers.ahead(x0, previous, tau_before, tau, tau_next, schedule, s.sampler)
+            z = samplers.step(z, heading, noise, tau, tau_next, schedule, s.sampler)
         return np.asarray(tokens)
 
 

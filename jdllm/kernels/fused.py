@@ -149,7 +149,7 @@ def denoise_fused(
         grid=(tiling.programs,),
         num_warps=launch.num_warps,
         num_stages=launch.stages,
-        zeroed_outputs=[index for index, name in enumerate(outputs) if name in ("everyone", "done")],
+        zeroed_outputs=tuple(index for index, name in enumerate(outputs) if name in ("everyone", "done")),
         **constants(model, tiling, launch, fresh_noise=noise is not None, quantised=weights.quantised),
     )
     return found[0].reshape(shape)

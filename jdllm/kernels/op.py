@@ -54,7 +54,7 @@ def launch_options() -> Launch:
     return Launch(stages=SHARED_MEMORY_STAGES.get(capability, 3), prefetch=int(capability.partition(".")[0]) >= 9)
 
 
-def obstacle(model: ModelConfig, *, guided: bool, dtype: str, weights: str | None) -> str | None:
+def obstacle(model: ModelConfig, *, guided: bool, sampler: str, dtype: str, weights: str | None) -> str | None:
     """Why the fused loop cannot run this, or None."""
     capability = compute_capability()
     if capability is None:
@@ -66,6 +66,8 @@ def obstacle(model: ModelConfig, *, guided: bool, dtype: str, weights: str | Non
         return f"it needs the package {missing[0].replace('_', '-')} (install with: uv sync --extra cuda)"
     if guided:
         return "it knows no guidance; use guidance 0"
+    if sampler == "dpmpp":
+        return "it keeps one estimate, and sampler=dpmpp needs the last two; use ddim, sde or early_stop"
     if dtype != "bfloat16":
         return f"it computes in bfloat16, and this is {dtype}"
     if weights == "int4":
@@ -78,14 +80,21 @@ def obstacle(model: ModelConfig, *, guided: bool, dtype: str, weights: str | Non
 
 
 def choose(
-    implementation: str, model: ModelConfig, *, num: int, guided: bool, dtype: str, weights: str | None
+    implementation: str,
+    model: ModelConfig,
+    *,
+    num: int,
+    guided: bool,
+    sampler: str,
+    dtype: str,
+    weights: str | None,
 ) -> Choice:
     """The implementation for `num` sequences at once; ConfigError when the one that was named cannot run here."""
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ConfigError(f"implementation={implementation!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
     if implementation == "xla":
         return Choice("xla", "as asked")
-    problem = obstacle(model, guided=guided, dtype=dtype, weights=weights)
+    problem = obstacle(model, guided=guided, sampler=sampler, dtype=dtype, weights=weights)
     if implementation == "triton":
         if problem:
             raise ConfigError(f"implementation=triton cannot run here: {problem}; use auto or xla")

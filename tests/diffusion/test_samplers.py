@@ -106,6 +106,33 @@ def test_an_sde_step_has_the_moments_of_the_gaussian_posterior(tau, tau_next):
     np.testing.assert_allclose(at(1.0) - at(0.0), variance**0.5, rtol=1e-4)
 
 
+def test_dpmpp_is_of_second_order_and_ddim_of_first():
+    """Scalars from N(0, s^2), whose estimate and whose path from any noise are known in closed form."""
+    spread = 0.5**2
+
+    def variance(tau):
+        alpha, sigma = SCHEDULE.alpha_sigma(tau)
+        return alpha**2 * spread + sigma**2
+
+    def gaussian(z_tau, tau, previous):
+        return SCHEDULE.alpha_sigma(tau)[0] * spread * z_tau / variance(tau)
+
+    def error(steps, sampler):
+        times = jnp.linspace(0.9, 0.1, steps)
+        found = sample(jax.random.key(0), gaussian, SHAPE, SCHEDULE, jnp.append(times, 0.0), sampler=sampler)
+        start = jax.random.normal(jax.random.split(jax.random.key(0))[0], SHAPE)
+        last = times[-1]
+        exact = gaussian(start * jnp.sqrt(variance(last) / variance(times[0])), last, None)
+        return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+    errors = {sampler: [error(steps, sampler) for steps in (11, 21, 41)] for sampler in ("ddim", "dpmpp")}
+    print(errors)
+    for sampler, order in (("ddim", 1), ("dpmpp", 2)):
+        coarse, finer, finest = errors[sampler]
+        assert 0.7 * 2**order < coarse / finer and 0.7 * 2**order < finer / finest, errors
+    assert errors["dpmpp"][0] < 0.3 * errors["ddim"][0]
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_result_is_the_last_estimate_and_each_estimate_sees_the_one_before(sampler):
     np.testing.assert_array_equal(walk(counts, 7, sampler=sampler), 7.0)

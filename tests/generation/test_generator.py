@@ -34,7 +34,7 @@ def test_watched_generation_writes_the_same(generator, options):
 
 def test_many_texts_come_in_parts_and_watching_changes_nothing(generator, monkeypatch):
     monkeypatch.setattr(generator_module, "BATCH", 3)
-    for sampler in ("ddim", "sde"):
+    for sampler in ("ddim", "sde", "dpmpp"):
         many = generator.generate_tokens(num=8, sampler=sampler)
         assert many.shape == (8, 8) and len({tuple(row) for row in many}) == 8
         watched = generator.generate_tokens(num=8, sampler=sampler, on_step=lambda *_: None)

@@ -138,7 +138,7 @@ def test_packing_there_and_back(n):
 
 def test_what_cannot_run_here_says_why():
     model = preset("books").model
-    options = {"num": 1, "guided": False, "dtype": "bfloat16", "weights": None}
+    options = {"num": 1, "guided": False, "sampler": "ddim", "dtype": "bfloat16", "weights": None}
     assert op.choose("auto", model, **options).implementation == "xla"
     with pytest.raises(ConfigError, match="NVIDIA GPU"):
         op.choose("triton", model, **options)
