@@ -66,11 +66,12 @@ def grid(base: Config) -> list[Cell]:
         Cell("autoregressive", "autoregressive baseline", {"model__kind": "autoregressive"}, True),
         Cell("no-self-conditioning", "no self-conditioning", {"objective__self_conditioning": 0.0}),
         Cell("gamma-0", "the denoiser never shapes the latents", GAMMA_0),
-        Cell("gamma-1", "gamma may rise to 1", {"objective__gamma_max": 1.0}),
+        Cell("gamma-1", "gamma may rise to 1, whatever the rank", {"objective__gamma_max": 1.0, "objective__gamma_rank": 0.0}),
         Cell("gamma-0.1", "gamma may rise to 0.1", {"objective__gamma_max": 0.1}),
         Cell("gamma-clock", "gamma rises by the clock, no gate", WARMUP),
         Cell("noise-1", "decoder noise drawn from U(0, 1)", {"objective__decoder_noise": 1.0}),
         Cell("noise-5", "decoder noise drawn from U(0, 5)", {"objective__decoder_noise": 5.0}),
+        Cell("noise-8", "decoder noise drawn from U(0, 8)", {"objective__decoder_noise": 8.0}),
         Cell("noise-3-constant", "decoder noise always 3", CONSTANT),
         Cell("noise-1-constant", "decoder noise always 1", {**CONSTANT, "objective__decoder_noise": 1.0}),
         Cell("noise-5-constant", "decoder noise always 5", {**CONSTANT, "objective__decoder_noise": 5.0}),
@@ -81,7 +82,10 @@ def grid(base: Config) -> list[Cell]:
         Cell("latents-half", f"{t // 2} latents for {t} tokens", {"model__num_latents": t // 2}),
         Cell("latents-quarter", f"{t // 4} latents for {t} tokens", {"model__num_latents": t // 4}),
         Cell("width-two-thirds", f"latents and blocks of width {2 * d // 3}", {"model__latent_dim": 2 * d // 3}),
-        Cell("muon", "Muon at 5e-3 instead of AdamW", {"optimizer__name": "muon", "optimizer__learning_rate": 5e-3}),
+        Cell("adamw", "AdamW at 6e-4 instead of Muon", {"optimizer__name": "adamw", "optimizer__learning_rate": 6e-4}),
+        Cell("rate-doubled", "twice the learning rate", {"optimizer__learning_rate": 2 * base.optimizer.learning_rate}),
+        Cell("all-rows", "decoders trained on every row of a batch", {"objective__decoder_share": 1.0}),
+        Cell("then-frozen", "the full recipe for 40% of the run, then the denoiser alone", {"objective__frozen_after": 0.4}),
     ]  # fmt: skip
 
 
@@ -117,6 +121,8 @@ class Options:
     """Samples in each evaluation."""
     sampling_steps: str = "10,32"
     """Denoising steps of the samples; the table shows the last."""
+    temperatures: str = "0.8,0.9,1.0,1.1"
+    """Temperatures at the last of these steps, so that cells can be compared at the entropy of human text."""
     scorer: str = "smollm2"
     """Language model that scores: a Hugging Face id, a folder, or `smollm2`, which is flagged where it is the encoder."""
     minutes: float | None = None
@@ -194,6 +200,7 @@ def commands(job: Job, options: Options) -> list[list[str]]:
     jdllm, runs_dir = [sys.executable, "-m", "jdllm.cli"], options.runs_dir
     train = ["--preset", options.preset, "--name", job.run_name, "--runs-dir", str(runs_dir), *flags(job.config)]
     evaluate = ["--steps", options.sampling_steps, "--num", str(options.num), "--scorer", options.scorer]
+    evaluate += ["--temperatures", options.temperatures] if options.temperatures else []
     return [[*jdllm, "train", *train], [*jdllm, "eval", "--run", str(runs_dir / job.run_name), *evaluate]]
 
 

@@ -137,6 +137,8 @@ class Eval:
     """Weight of self-conditioning guidance."""
     temperature: float | None = None
     """Scale of the noise, or softmax temperature of a baseline."""
+    temperatures: str = ""
+    """More temperatures, separated by commas, at the last of the steps: perplexity at equal entropy needs some."""
     order: Literal["confidence", "entropy", "random"] | None = None
     """Masked diffusion: which places get their tokens first."""
     top_p: float | None = None
@@ -165,7 +167,7 @@ class Eval:
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         report = evaluate_run(
             self.run, steps=steps, seed=self.seed, options=options, checkpoint=self.checkpoint,
-            out=self.out, load_scorer=None if self.scorer == "none" else load_scorer,
+            temperatures=temperature_list(self.temperatures), out=self.out, load_scorer=None if self.scorer == "none" else load_scorer,
         )  # fmt: skip
         print(markdown(report), end="")
         return 0
@@ -286,6 +288,17 @@ def step_list(text: str) -> tuple[int, ...]:
     if steps[0] < 1:
         raise ConfigError(f"--steps {text!r} has a step count under 1; write for example --steps 4,10,32")
     return tuple(steps)
+
+
+def temperature_list(text: str) -> tuple[float, ...]:
+    """'0.8,0.9' -> (0.8, 0.9); '' -> ()."""
+    try:
+        temperatures = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--temperatures {text!r} is not a list of numbers; write for example 0.8,0.9,1") from None
+    if any(not 0 <= temperature < float("inf") for temperature in temperatures):
+        raise ConfigError(f"--temperatures {text!r} has one that is negative or no number; write for example 0.8,0.9,1")
+    return temperatures
 
 
 def require_run(directory: Path) -> None:

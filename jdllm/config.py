@@ -455,8 +455,10 @@ PRESETS: dict[str, Config] = {
     "books": Config(
         preset="books", encoder="smollm2", data="data/books", valid_data="data/books/valid.jsonl.xz",
         model=ModelConfig(**_SMOLLM2, num_tokens=128, num_latents=128, latent_dim=576),
-        objective=ObjectiveConfig(gamma_warmup_steps=1500, gamma_gate=0.92),
-        optimizer=OptimizerConfig(learning_rate=8e-4),
+        objective=ObjectiveConfig(
+            gamma_warmup_steps=800, gamma_gate=0.92, decoder_noise_ramp_steps=300, decoder_share=0.5,
+        ),
+        optimizer=OptimizerConfig(name="muon", learning_rate=1e-3, ema_decay=0.998),
         feed=DataConfig(encoder_batch_tokens=131_072, valid_windows=1024),
         training=TrainingConfig(
             steps=20_000, minutes=22, batch_size=256, probe_every=50, sample_every=2000, checkpoint_every=2000,

@@ -411,7 +411,7 @@ def test_eval_writes_json_table_and_samples(trained, tmp_path, capsys):
 
 def test_eval_scores_samples_and_human_text_and_says_when_scorer_and_encoder_are_one(trained, tmp_path, capsys):
     out = tmp_path / "eval.json"
-    arguments = ("--steps", 2, "--num", 8, "--scorer", "tiny-qwen3_5", "--out", out)
+    arguments = ("--steps", 2, "--num", 8, "--scorer", "tiny-qwen3_5", "--temperatures", "0.5,1,2", "--out", out)
     code, table, _ = in_process(capsys, "eval", "--run", trained / "runs/smoke", *arguments)
     values = json.loads(out.read_text())
     assert code == 0 and "the scorer tiny-qwen3_5 is also the encoder" in table
@@ -419,6 +419,10 @@ def test_eval_scores_samples_and_human_text_and_says_when_scorer_and_encoder_are
     assert 100 < row["human"]["perplexity"] < 700  # a random model over 260 tokens
     assert values["summary"]["gen_ppl"] == {"2": row["samples"]["perplexity"]}
     assert values["summary"]["human_ppl"] == row["human"]["perplexity"]
+    assert list(values["by_temperature"]) == ["0.5", "1", "2"]
+    assert values["by_temperature"]["1"]["perplexity"] == row["samples"]["perplexity"]
+    assert values["by_temperature"]["2"]["entropy"] != row["samples"]["entropy"]
+    assert "perplexity_at_human_entropy" in row["samples"] and "At the entropy of human text" in table
 
 
 def test_eval_without_the_cache_still_judges_text_and_says_what_is_missing(copied, tmp_path, capsys):
@@ -440,6 +444,8 @@ def test_eval_without_the_cache_still_judges_text_and_says_what_is_missing(copie
         (["generate", "--temperature", -1], ["--temperature -1.0 is negative"]),
         (["eval", "--steps", "4,x"], ["--steps '4,x'"]),
         (["eval", "--num", 1], ["--num 1"]),
+        (["eval", "--temperatures", "0.9;1"], ["--temperatures '0.9;1'", "0.8,0.9"]),
+        (["eval", "--temperatures", "-1"], ["--temperatures '-1'", "negative"]),
     ],
 )
 def test_options_that_do_not_fit_the_run(trained, arguments, words, capsys):

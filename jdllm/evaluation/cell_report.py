@@ -14,6 +14,7 @@ from typing import Any
 from jdllm.evaluation.cells import FULL, Group, Record, groups, summary
 from jdllm.evaluation.report import to_json
 
+EQUAL = "perplexity_at_human_entropy"
 SAME_ENTROPY = 0.02
 """Texts whose entropies differ by more than this share are not compared by perplexity alone."""
 
@@ -21,7 +22,7 @@ SAME_ENTROPY = 0.02
 def table(cells: Sequence[Group], human: dict[str, Any] | None) -> str:
     """Markdown: mean ± standard deviation over seeds; a dash is what is not known."""
     columns = (
-        ("perplexity", "perplexity", "{:.1f}"), ("entropy (nats)", "entropy", "{:.3f}"), ("MAUVE", "mauve", "{:.3f}"),
+        ("perplexity", "perplexity", "{:.1f}"), ("at human entropy", EQUAL, "{:.1f}"), ("entropy (nats)", "entropy", "{:.3f}"), ("MAUVE", "mauve", "{:.3f}"),
         ("repeated 4-grams", "repetition_4", "{:.2%}"), ("reconstruction", "recon", "{:.1%}"),
         ("with noise", "recon_noisy", "{:.1%}"), ("rank", "effective_rank", "{:.0f}"), ("gamma", "gamma", "{:.2g}"),
         ("steps trained", "step", "{:,.0f}"), ("GPU minutes", "minutes", "{:.1f}"),
@@ -68,6 +69,10 @@ def _about_full(full: Group, human: dict[str, Any] | None) -> str:
     return text + "."
 
 
+def _beside(cell: Group, full: Group, figure: str) -> str:
+    return f"{cell.mean(figure):.1f}, {cell.mean(figure) / full.mean(figure) - 1:+.1%}"
+
+
 def _against(cell: Group, full: Group) -> str:
     """What a cell did; difference and doubt in numbers, no adjectives."""
     question = cell.records[0]["question"]
@@ -75,22 +80,24 @@ def _against(cell: Group, full: Group) -> str:
     text = f"`{cell.name}` ({question})"
     if not cell.values("perplexity"):
         return f"{text}: " + ("; ".join(ended) if ended else "no perplexity was measured") + "."
-    own, other = cell.mean("perplexity"), full.mean("perplexity")
-    parts = [f"perplexity {own:.1f}, {own / other - 1:+.1%} against the full recipe"]
+    equal = cell.mean(EQUAL) is not None and full.mean(EQUAL) is not None
+    parts = [f"perplexity {_beside(cell, full, 'perplexity')} against the full recipe"]
     entropy = cell.mean("entropy") / full.mean("entropy") - 1
     parts.append(f"entropy {entropy:+.1%}")
+    parts += [f"at human entropy perplexity {_beside(cell, full, EQUAL)}"] if equal else []
     if cell.mean("mauve") is not None and full.mean("mauve") is not None:
         parts.append(f"MAUVE {cell.mean('mauve'):.3f} against {full.mean('mauve'):.3f}")
     if cell.mean("recon") is not None and full.mean("recon") is not None:
         parts.append(f"reconstruction {100 * (cell.mean('recon') - full.mean('recon')):+.1f} points")
     text += ": " + ", ".join(parts)
-    spreads = [s for s in (cell.spread("perplexity"), full.spread("perplexity")) if s is not None]
-    if abs(entropy) > SAME_ENTROPY:
+    judged = EQUAL if equal else "perplexity"
+    spreads = [s for s in (cell.spread(judged), full.spread(judged)) if s is not None]
+    if abs(entropy) > SAME_ENTROPY and not equal:
         text += f"; the entropies differ by more than {SAME_ENTROPY:.0%}, so perplexity alone does not rank the two"
     elif not spreads:
         text += "; one seed each, so it is not known how much of this is chance"
     else:
-        times = abs(own - other) / max(*spreads, 1e-9)
+        times = abs(cell.mean(judged) - full.mean(judged)) / max(*spreads, 1e-9)
         text += f"; the difference is {times:.1f} times the larger standard deviation between seeds"
     return text + "".join(f"; {what}" for what in ended) + "."
 

@@ -97,7 +97,8 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "mauve": figures and figures.get("mauve"), "steps": int(steps) if steps else None,
                 "ms_per_sequence": None, "batch": None, "commit": r["commit"],
             }  # fmt: skip
-            rows.append({**row, **about})
+            equal = figures and figures.get("perplexity_at_human_entropy")
+            rows.append({**row, "gen_ppl_at_human_entropy": equal, **about})
     human = next((r for r in records if r["human"]), None)
     if human:
         figures = human["human"]

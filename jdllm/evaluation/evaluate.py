@@ -19,6 +19,7 @@ from jaxtyping import Int
 from jdllm.data.cache import HiddenStateCache
 from jdllm.data.text import DataError
 from jdllm.evaluation import report as reporting
+from jdllm.evaluation.frontier import at_entropy
 from jdllm.evaluation.likelihood import held_out_nll
 from jdllm.evaluation.reconstruction import denoising_loss_by_tau, reconstruction_accuracy
 from jdllm.evaluation.report import Score, Scores
@@ -42,6 +43,7 @@ def evaluate_run(
     *,
     steps: Sequence[int],
     options: Mapping[str, Any],
+    temperatures: Sequence[float] = (),
     seed: int = 0,
     checkpoint: int | None = None,
     out: Path | None = None,
@@ -49,7 +51,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Measure, write `out` (by default eval.json in the run) and what goes beside it, and return the report.
 
-    `options` are those of Generator.generate_tokens, `num` among them; what is not given is the run's own.
+    `options` are those of Generator.generate_tokens, `num` among them; what is not given is the run's own.  At the last of
+    `steps` other `temperatures` are measured too, and the perplexity where samples are as diverse as human text.
 
     The scorer is loaded last, when everything that needs no scorer has been measured.
     """
@@ -80,10 +83,21 @@ def evaluate_run(
         say(f"judging the texts of {count} steps")
         own, beside = reporting.beside_human(ids, human, generator.eos_id, score, known)
         samples[count] = {"samples": dataclasses.asdict(own), "human": dataclasses.asdict(beside)}
+    last, by_temperature = samples[str(steps[-1])], {sampling.temperature: samples[str(steps[-1])]["samples"]}
+    for temperature in temperatures:
+        if temperature not in by_temperature:
+            say(f"generating and judging {num} texts in {steps[-1]} steps at temperature {temperature:g}")
+            changed = {**options, "steps": steps[-1], "temperature": temperature}
+            ids = generator.generate_tokens(seed=seed, **changed)
+            own, _ = reporting.beside_human(ids, human, generator.eos_id, score, known)
+            by_temperature[temperature] = dataclasses.asdict(own)
+    if temperatures and score:
+        last["samples"]["perplexity_at_human_entropy"] = at_human_entropy(by_temperature, last["human"]["entropy"])
     report = {
         "run": str(run_dir),
         "checkpoint": generator.step,
         "samples": samples,
+        "by_temperature": {f"{t:g}": by_temperature[t] for t in sorted(by_temperature)} if temperatures else None,
         "reconstruction": accuracy,
         "denoising_loss": losses,
         "likelihood": likelihood,
@@ -105,6 +119,13 @@ def evaluate_run(
     return report
 
 
+def at_human_entropy(by_temperature: Mapping[float, dict[str, Any]], entropy: float) -> float | None:
+    """Perplexity at the temperature whose samples have this unigram entropy, between measured ones; None if none has."""
+    curve = [by_temperature[t] for t in sorted(by_temperature) if by_temperature[t]["perplexity"]]
+    found = at_entropy([row["entropy"] for row in curve], np.log([row["perplexity"] for row in curve]), entropy)
+    return None if found is None else float(np.exp(found))
+
+
 def of_hidden_states(
     run_dir: Path, generator: Generator, seed: int, notes: list[str]
 ) -> tuple[dict[str, float] | None, list[float] | None]:
@@ -119,7 +140,7 @@ def of_hidden_states(
         )
         return None, None
     say(f"reconstructing {len(source)} held-out windows")
-    levels = sorted({0.0, 1.0, generator.config.objective.decoder_noise})
+    levels = sorted({0.0, 1.0, 3.0, generator.config.objective.decoder_noise})
     accuracy = {f"{x:g}": reconstruction_accuracy(generator, source, decoder_noise=x, seed=seed) for x in levels}
     return accuracy, denoising_loss_by_tau(generator, source, seed=seed).tolist()
 

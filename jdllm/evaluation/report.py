@@ -180,6 +180,22 @@ def markdown(report: dict[str, Any]) -> str:
         change = own["entropy"] / human["entropy"] - 1 if human["entropy"] else None
         lines.append(_row(f"{steps} steps", own, _number(ratio, "{:.2f}"), _number(change, "{:+.1%}")))
         lines.append(_row("human, same length", human, "1", "0%"))
+    if report.get("by_temperature"):
+        last = list(report["samples"])[-1]
+        human, own = report["samples"][last]["human"], report["samples"][last]["samples"]
+        lines += [
+            "",
+            f"| {last} steps, temperature | perplexity | x human | entropy (nats) | vs human |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        for temperature, row in report["by_temperature"].items():
+            ratio = row["perplexity"] / human["perplexity"] if row["perplexity"] and human["perplexity"] else None
+            lines.append(
+                f"| {temperature} | {_number(row['perplexity'], '{:.1f}')} | {_number(ratio, '{:.2f}')} | {row['entropy']:.3f} "
+                f"| {row['entropy'] / human['entropy'] - 1:+.1%} |"
+            )
+        equal = own.get("perplexity_at_human_entropy")
+        lines += ["", f"At the entropy of human text, between two of these: perplexity {_number(equal, '{:.1f}')}."]
     if any(row["samples"].get("intervals") for row in report["samples"].values()):
         lines += [
             "",

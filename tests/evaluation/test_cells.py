@@ -52,8 +52,8 @@ def test_summary_has_the_schema_a_row_a_number_of_steps_the_human_text_and_what_
 def test_table_has_mean_and_standard_deviation_over_seeds():
     (section,) = cells.groups([record(), record(seed=1, perplexity=110.0), record("one")]).values()
     table = cell_report.table(section, None)
-    assert "| `full` | 2 seeds | 105.0 ± 7.1 | 3.000 ± 0.000 |" in table
-    assert "| `one` | 1 seed | 100.0 | 3.000 |" in table
+    assert "| `full` | 2 seeds | 105.0 ± 7.1 | – | 3.000 ± 0.000 |" in table
+    assert "| `one` | 1 seed | 100.0 | – | 3.000 |" in table
 
 
 def test_a_diverged_seed_stands_beside_the_others_and_is_not_in_the_mean():
@@ -79,6 +79,22 @@ def test_a_difference_is_put_beside_the_spread_of_the_seeds():
 def test_texts_of_different_entropy_are_not_ranked_by_perplexity():
     text = findings(record(), record(seed=1), record("x", perplexity=50.0, entropy=2.5))[1]
     assert "so perplexity alone does not rank the two" in text and "standard deviation" not in text
+
+
+def test_at_equal_entropy_they_are():
+    def equal(value, **changes):
+        made = record(**changes)
+        made["samples"]["32"]["perplexity_at_human_entropy"] = value
+        return made
+
+    records = equal(200.0), equal(210.0, seed=1), equal(150.0, name="x", perplexity=50.0, entropy=2.5)
+    text = findings(*records)[1]
+    assert "at human entropy perplexity 150.0, -26.8%" in text and "does not rank" not in text
+    assert "the difference is 7.8 times the larger standard deviation" in text
+    assert cells.summary(records)[1]["gen_ppl_at_human_entropy"] == 200.0
+    assert "| `full` | 2 seeds | 100.0 ± 0.0 | 205.0 ± 7.1 |" in cell_report.table(
+        next(iter(cells.groups(records).values())), None
+    )
 
 
 def test_without_the_full_recipe_nothing_is_compared():

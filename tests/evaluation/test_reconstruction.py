@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from jdllm.config import preset
+from jdllm.evaluation.evaluate import at_human_entropy
 from jdllm.evaluation.reconstruction import BATCH, batches, denoising_loss_by_tau, reconstruction_accuracy
 from jdllm.generation.generator import Generator
 from jdllm.model.ldlm import Model
@@ -109,3 +110,10 @@ def test_figures_repeat_with_the_same_seed_and_noise_matters(generator):
     batch = source.gather(np.arange(6))
     clean, noisy = (generator.reconstruct(batch, decoder_noise=noise) for noise in (0.0, 3.0))
     assert (clean != noisy).any()
+
+
+def test_perplexity_at_human_entropy_lies_between_the_temperatures_around_it():
+    rows = {1.0: {"perplexity": 200.0, "entropy": 4.3}, 0.8: {"perplexity": 50.0, "entropy": 4.1}}
+    assert at_human_entropy(rows, 4.2) == pytest.approx(100.0)  # half way in the logarithm
+    assert at_human_entropy(rows, 4.0) is None and at_human_entropy({1.0: rows[1.0]}, 4.2) is None
+    assert at_human_entropy({**rows, 0.9: {"perplexity": None, "entropy": 4.2}}, 4.2) == pytest.approx(100.0)
