@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -114,6 +116,19 @@ def launch_arguments(
     ]  # fmt: skip
 
 
+def _triton_call() -> Callable[..., Any]:
+    """jax_triton.triton_call, without what the import of jax-triton 0.3 does to every other user of Triton."""
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    import jax_triton
+
+    # 0.3 leaves the variable empty, and then a launch through PyTorch ends with "could not create or locate cache dir"
+    if cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+    else:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    return jax_triton.triton_call
+
+
 def denoise_fused(
     weights: FusedWeights,
     tables: StepTables,
@@ -127,10 +142,9 @@ def denoise_fused(
     dtype: str,
 ) -> Float[Array, "b k d"]:
     """samplers.sample with the trained denoiser and the same noise for the same key, in one launch; for use inside jit."""
-    import jax_triton
-
     from jdllm.kernels.triton import denoise_loop
 
+    call = _triton_call()
     steps, rows = tables.update.shape[0], tiling.rows
     shape = (rows // model.num_latents, model.num_latents, model.latent_dim)
     first, later = jax.random.split(key)
@@ -141,8 +155,8 @@ def denoise_fused(
         noise = (temperature * draw(jnp.arange(steps))).reshape(steps, rows, -1)
     outputs = scratch(model, tiling, dtype)
     # jax-triton 0.4 calls this out_type, and 0.3, the last for Python 3.11, out_shape
-    out = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
-    found = jax_triton.triton_call(
+    out = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"
+    found = call(
         *launch_arguments(weights, tables, model, noise, start.reshape(rows, -1), steps),
         kernel=denoise_loop,
         **{out: list(outputs.values())},
