@@ -344,7 +344,7 @@ def main() -> int:
     options = tyro.cli(Options, description=__doc__.partition("\n\n")[0])
     gpu = jax.default_backend() == "gpu"
     device = jax.devices()[0].device_kind if gpu else "CPU, Triton's interpreter"
-    programs, launch = (op.programs(), op.launch_options()) if gpu else (1, fused.Launch(prefetch=False))
+    programs, launch = (op.programs(), op.launch_options()) if gpu else (1, fused.Launch(prefetch=0))
     seed, until = int.from_bytes(os.urandom(3), "big"), time.monotonic() + 60 * options.minutes
     short = device.removeprefix("NVIDIA ").lower().replace(" ", "-") if gpu else "cpu"
     about = {

@@ -35,8 +35,8 @@ class Launch:
     num_warps: int = 8
     stages: int = 4
     """Pieces of the weights in flight in the loop of a product."""
-    prefetch: bool = True
-    """Ask for the next phase's weights before waiting; needs sm_90 or later."""
+    prefetch: int = 64 * 1024
+    """Bytes of the next phase's weights that each program asks for before it waits; needs sm_90 or later, or 0."""
 
 
 @flax.struct.dataclass
@@ -78,7 +78,7 @@ def constants(
         "CELLS": max(product.tiles for product in split) * t.row_tiles,
         "PROGRAMS": t.programs, "BLOCK_M": t.block_m, "BLOCK_K": t.block_k,
         "BLOCK_KEYS": min(64, max(16, power_of_two(model.num_latents))), "REDUCE_N": t.reduce_n,
-        "STAGES": launch.stages, "LANES": 32 * launch.num_warps, "PREFETCH": launch.prefetch,
+        "STAGES": launch.stages, "PREFETCH": launch.prefetch,
         "FRESH_NOISE": fresh_noise, "QUANTISED": quantised,
     }  # fmt: skip
 

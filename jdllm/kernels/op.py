@@ -51,7 +51,8 @@ def programs() -> int:
 def launch_options() -> Launch:
     """What suits the first device."""
     capability = compute_capability() or "0.0"
-    return Launch(stages=SHARED_MEMORY_STAGES.get(capability, 3), prefetch=int(capability.partition(".")[0]) >= 9)
+    launch = Launch(stages=SHARED_MEMORY_STAGES.get(capability, 3))
+    return launch if int(capability.partition(".")[0]) >= 9 else dataclasses.replace(launch, prefetch=0)
 
 
 def obstacle(model: ModelConfig, *, guided: bool, sampler: str, dtype: str, weights: str | None) -> str | None:

@@ -16,7 +16,7 @@ the sum of squares of its columns.  So no product has a normalisation in its loo
 Where a product is split, partial sums go to memory, and once all parts of a tile are there (`_tile_done`) programs add up a
 few columns each, always in the same order: results do not depend on who was first.
 
-Before a program waits, it asks for its share of the next phase's weights (`_ask_for`), so that memory goes on working.
+Before a program waits, it asks for the weights that it will read first in the next phase (`_ask_for`), so that memory goes on working.
 Nothing here is specific to a GPU generation; the bulk prefetch needs sm_90 or later.  With one program, and without
 prefetch, the same source runs in Triton's interpreter on a CPU, which is how CI tests it (tests/kernels/test_triton.py).
 Left out: guidance (two evaluations a step), the latent decoder and the token decoder.
@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 EPSILON = tl.constexpr(1e-6)
-LINE = tl.constexpr(128)
 
 
 # Waiting
@@ -56,18 +55,24 @@ def _everyone(counter, phase, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def _ask_for(base, elements, pid, PROGRAMS: tl.constexpr, LANES: tl.constexpr, PREFETCH: tl.constexpr):
-    """Request this program's share of `elements` weights into L2, a piece for each thread; returns at once."""
-    if PREFETCH:
-        size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-        pieces: tl.constexpr = PROGRAMS * LANES
-        piece = tl.cdiv(tl.cdiv(elements * size, pieces), LINE) * LINE
-        first = (pid * LANES + tl.arange(0, LANES)).to(tl.int64) * piece
-        at = base.to(tl.int64) + tl.minimum(first, (elements * size - piece).to(tl.int64))
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [at, tl.full([LANES], 0, tl.int32) + piece], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _ask_for(
+    weights, pid, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BYTES: tl.constexpr
+):
+    """Request into L2 the first BYTES of what this program reads first in a product; returns at once.
+
+    Not more: what a phase reads may be several times L2, and would then be read from memory twice.
+    """
+    piece: tl.constexpr = K // SPLIT * BLOCK_N * (weights.dtype.element_ty.primitive_bitwidth // 8)
+    pieces: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLIT
+    if BYTES > 0:
+        if pid < pieces:
+            # one thread asks for everything: operands are uniform registers, so threads would take turns, in front of a barrier
+            at = weights.to(tl.int64) + pid.to(tl.int64) * piece
+            tl.inline_asm_elementwise(
+                "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+                "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r", [at, min(piece, BYTES)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 # Products
@@ -352,8 +357,8 @@ def denoise_loop(
     HEAD_DIM: tl.constexpr, INPUT_N: tl.constexpr, INPUT_SPLIT: tl.constexpr, QKV_N: tl.constexpr, OUT_N: tl.constexpr,
     OUT_SPLIT: tl.constexpr, UP_N: tl.constexpr, DOWN_N: tl.constexpr, DOWN_SPLIT: tl.constexpr, OUTPUT_N: tl.constexpr,
     OUTPUT_SPLIT: tl.constexpr, CELLS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, REDUCE_N: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr,
-    PREFETCH: tl.constexpr, FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, REDUCE_N: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """`estimate` after `steps` steps from `z_start`, both (rows, d) float32; the other outputs are scratch.
 
@@ -363,12 +368,10 @@ def denoise_loop(
     """
     pid = tl.program_id(0)
     norms: tl.constexpr = 2 * DEPTH + 1
-    input_size: tl.constexpr = 2 * D * ((D + INPUT_N - 1) // INPUT_N * INPUT_N)
     qkv_size: tl.constexpr = D * ((3 * D + QKV_N - 1) // QKV_N * QKV_N)
     out_size: tl.constexpr = D * ((D + OUT_N - 1) // OUT_N * OUT_N)
     up_size: tl.constexpr = D * ((FFN + UP_N - 1) // UP_N * UP_N)
     down_size: tl.constexpr = FFN * ((D + DOWN_N - 1) // DOWN_N * DOWN_N)
-    output_size: tl.constexpr = D * ((D + OUTPUT_N - 1) // OUTPUT_N * OUTPUT_N)
     phase = 0
 
     for start in range(pid * BLOCK_M * REDUCE_N, ROWS * D, PROGRAMS * BLOCK_M * REDUCE_N):
@@ -378,7 +381,7 @@ def denoise_loop(
         tl.store(z + at, state, mask=at < ROWS * D)
         tl.store(pair + both, state.to(pair.dtype.element_ty), mask=at < ROWS * D)
         tl.store(pair + both + D, tl.zeros_like(state).to(pair.dtype.element_ty), mask=at < ROWS * D)
-    _ask_for(w_input, input_size, pid, PROGRAMS, LANES, PREFETCH)
+    _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
     phase += 1
     _everyone(everyone, phase, PROGRAMS)
 
@@ -387,7 +390,7 @@ def denoise_loop(
             partial, done, pair, w_input, s_input, pid,
             ROWS, 2 * D, D, INPUT_N, INPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
         )  # fmt: skip
-        _ask_for(w_qkv, qkv_size, pid, PROGRAMS, LANES, PREFETCH)
+        _ask_for(w_qkv, pid, D, 3 * D, QKV_N, 1, PREFETCH)
         _add_to_stream(
             x, a, squares, partial, done, step + 1, gate, b_down, factor + step * norms * D, pid,
             ROWS, D, INPUT_N, INPUT_SPLIT, 0, PROGRAMS, BLOCK_M, REDUCE_N,
@@ -403,7 +406,7 @@ def denoise_loop(
                 qkv, a, block_qkv, s_qkv + block * 3 * D, bias_qkv + here * 3 * D, squares, pid,
                 ROWS, D, 3 * D, QKV_N, False, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
             )  # fmt: skip
-            _ask_for(block_out, out_size, pid, PROGRAMS, LANES, PREFETCH)
+            _ask_for(block_out, pid, D, D, OUT_N, OUT_SPLIT, PREFETCH)
             phase += 1
             _everyone(everyone, phase, PROGRAMS)
 
@@ -412,7 +415,7 @@ def denoise_loop(
                 k_gain + block * HEAD_DIM, cos, sin, pid,
                 ROWS, LATENTS, D, HEAD_DIM, OUT_N, OUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_KEYS, QUANTISED,
             )  # fmt: skip
-            _ask_for(block_up, up_size, pid, PROGRAMS, LANES, PREFETCH)
+            _ask_for(block_up, pid, D, FFN, UP_N, 1, PREFETCH)
             _add_to_stream(
                 x, a, squares, partial, done + CELLS, here + 1, gate + 2 * here * D, b_down,
                 factor + (step * norms + 2 * block + 1) * D, pid,
@@ -425,7 +428,7 @@ def denoise_loop(
                 hidden, a, block_up, s_up + block * FFN, bias_up + here * FFN, squares, pid,
                 ROWS, D, FFN, UP_N, True, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
             )  # fmt: skip
-            _ask_for(block_down, down_size, pid, PROGRAMS, LANES, PREFETCH)
+            _ask_for(block_down, pid, FFN, D, DOWN_N, DOWN_SPLIT, PREFETCH)
             phase += 1
             _everyone(everyone, phase, PROGRAMS)
 
@@ -434,9 +437,9 @@ def denoise_loop(
                 ROWS, FFN, D, DOWN_N, DOWN_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
             )  # fmt: skip
             if block + 1 < DEPTH:
-                _ask_for(block_qkv + qkv_size, qkv_size, pid, PROGRAMS, LANES, PREFETCH)
+                _ask_for(block_qkv + qkv_size, pid, D, 3 * D, QKV_N, 1, PREFETCH)
             else:
-                _ask_for(w_output, output_size, pid, PROGRAMS, LANES, PREFETCH)
+                _ask_for(w_output, pid, D, D, OUTPUT_N, OUTPUT_SPLIT, PREFETCH)
             _add_to_stream(
                 x, a, squares, partial, done + 2 * CELLS, here + 1, gate + (2 * here + 1) * D, b_down + block * D,
                 factor + (step * norms + 2 * block + 2) * D, pid,
@@ -451,7 +454,7 @@ def denoise_loop(
             partial, done + 3 * CELLS, a, w_output, s_output, pid,
             ROWS, D, D, OUTPUT_N, OUTPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
         )  # fmt: skip
-        _ask_for(w_input, input_size, pid, PROGRAMS, LANES, PREFETCH)
+        _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
         _update_state(
             estimate, z, pair, squares, partial, done + 3 * CELLS, step + 1, noise + step * ROWS * D, update + 3 * step,
             pid, ROWS, D, OUTPUT_N, OUTPUT_SPLIT, FRESH_NOISE, PROGRAMS, BLOCK_M, REDUCE_N,

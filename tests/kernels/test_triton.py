@@ -54,7 +54,7 @@ def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **c
     noise = jnp.stack([jax.random.normal(jax.random.fold_in(later, i), shape) for i in range(steps)])
     tables = step_tables(params["denoiser"], module.denoiser.modulation(TIMES[:-1]), TIMES, schedule, sampler)
     weights = jax.jit(fused.fused_weights, static_argnums=(1, 2))(params["denoiser"], cut, "float32")
-    launch = fused.Launch(prefetch=False)
+    launch = fused.Launch(prefetch=0)
     fresh = noise.reshape(steps, cut.rows, -1) if sampler == "sde" else None
     start = jax.random.normal(first, shape).reshape(cut.rows, -1)
     inputs = fused.launch_arguments(weights, tables, m, fresh, start, steps)
