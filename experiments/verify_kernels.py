@@ -3,9 +3,14 @@
     python experiments/verify_kernels.py --out results/kernels-h200           # errors, repeats, poison, two streams, times
     python experiments/verify_kernels.py --tune                               # times of launch options, to choose defaults by
     python experiments/verify_kernels.py --compile 90,120                     # no GPU needed: does it compile, what does it need?
+    TRITON_CACHE_DIR=/tmp/kernels python experiments/verify_kernels.py --prepare 90 [--tune]    # no GPU needed: compile ahead
+
+`--prepare` fills Triton's cache on another machine (same Triton, same source, same path of the cache), so that a lent GPU
+does not wait seconds for every launch through PyTorch.
 
 Every case draws fresh random weights and noise.  The reference is the plain loop in float32 with exact products, from the
-same (rounded) weights; the error of the plain bfloat16 loop stands beside that of the fused one.  On a CPU the source is run
+same (rounded) weights; the error of the plain bfloat16 loop stands beside that of the fused one.  A case that is wrong says
+with how many programs and in which array it goes wrong first; a case that raises is a row as well, and the next one goes on.  On a CPU the source is run
 by Triton's interpreter at toy size, which takes TRITON_INTERPRET=1 in the environment.
 """
 
@@ -14,7 +19,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -22,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +43,26 @@ from jdllm.diffusion import samplers
 from jdllm.diffusion.schedule import TangentSchedule
 from jdllm.evaluation import measure, report
 from jdllm.generation.generate import make_denoise
-from jdllm.kernels import fused, op
+from jdllm.kernels import fused, op, plain_step
 from jdllm.kernels.quantize import dequantize_params, quantize_params
 from jdllm.kernels.tables import step_tables
-from jdllm.kernels.tiling import tiling
+from jdllm.kernels.tiling import Tiling, tiling
 from jdllm.model.ldlm import LDLM, Model, Params
 from jdllm.model.random_weights import random_weights
 
 PROGRAMS = {90: 132, 120: 170}
 """Multiprocessors of an H200 and an RTX 5090."""
+DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
 ERROR_BF16, ERROR_FP32 = 1e-2, 2e-3
-REPEATS = 200
+REPEATS, TORCH_REPEATS = 200, 20
 LAUNCHES = (
-    (8, 6, True, 64), (8, 6, False, 64), (8, 4, True, 64), (8, 8, True, 64), (4, 6, True, 64), (8, 4, True, 128),
-    (8, 3, True, 64), (4, 4, True, 64), (4, 8, True, 64), (16, 6, True, 64), (4, 4, True, 128), (8, 3, True, 128),
+    (8, 6, 64, 64), (8, 6, 0, 64), (8, 6, 128, 64), (8, 4, 64, 64), (8, 8, 64, 64), (4, 6, 64, 64), (8, 4, 64, 128),
+    (8, 6, 32, 64), (8, 6, 256, 64), (8, 3, 64, 64), (4, 4, 64, 64), (4, 8, 64, 64), (16, 6, 64, 64), (4, 4, 64, 128),
+    (8, 3, 64, 128),
 )  # fmt: skip
-"""Warps, stages, prefetch, block_k: what --tune tries, the likely ones first."""
+"""Warps, stages, KiB of prefetch, block_k: what --tune tries, the likely ones first."""
+DIAGNOSES = 2
+"""So many wrong cases are looked into: each takes some half a dozen compilations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +75,10 @@ class Options:
     """Only time launch options."""
     compile: str = ""
     """Only compile for these compute capabilities, such as 90,120, and report registers, stack and shared memory."""
+    prepare: int = 0
+    """Only compile the launches of the cases, or of --tune, for this compute capability into Triton's cache."""
+    torch_only: bool = False
+    """Launch through PyTorch alone: jax-triton compiles every case anew, which takes seconds and is not prepared for."""
     cases: str = ""
     """Names of cases to run, separated by commas; by default all."""
     minutes: float = 6.0
@@ -173,19 +186,45 @@ class Bench:
         with jax.default_matmul_precision("highest"):
             return np.asarray(self.plain(dequantize_params(self.params, jnp.float32), "float32"), np.float64)
 
-    def torch_inputs(self, device: str) -> list[Any]:
-        """The kernel's arguments as tensors, with the noise that `fused` draws."""
-        from weights_port.triton_launch import tensor
-
+    def drawn(self) -> tuple[jax.Array | None, jax.Array]:
+        """Fresh noise and start as `fused` draws them."""
         first, later = jax.random.split(self.key)
         size = (self.case.num, self.m.num_latents, self.m.latent_dim)
         start = jax.random.normal(first, size).reshape(self.cut.rows, -1)
-        noise = None
-        if self.case.sampler == "sde":
-            drawn = [jax.random.normal(jax.random.fold_in(later, i), size) for i in range(self.case.steps)]
-            noise = jnp.stack(drawn).reshape(self.case.steps, self.cut.rows, -1)
-        given = fused.launch_arguments(self.weights, self.tables, self.m, noise, start, self.case.steps)
-        return [tensor(x, device) for x in given]
+        if self.case.sampler != "sde":
+            return None, start
+        noise = [jax.random.normal(jax.random.fold_in(later, i), size) for i in range(self.case.steps)]
+        return jnp.stack(noise).reshape(self.case.steps, self.cut.rows, -1), start
+
+    @functools.cached_property
+    def tensors(self) -> list[Any]:
+        """The kernel's arguments for a launch through PyTorch."""
+        from weights_port.triton_launch import tensor
+
+        given = fused.launch_arguments(self.weights, self.tables, self.m, *self.drawn(), self.case.steps)
+        return [tensor(x, DEVICE) for x in given]
+
+    def through_torch(self, steps: int | None = None, **constants: Any) -> dict[str, Any]:
+        """The kernel's arrays after a launch through PyTorch into poisoned memory; it may still be running."""
+        from jdllm.kernels.triton import denoise_loop
+        from weights_port import triton_launch
+
+        memory = triton_launch.poisoned(fused.scratch(self.m, self.cut, self.case.dtype), DEVICE)
+        given = [*self.tensors[:-1], steps or self.case.steps]
+        triton_launch.launch(denoise_loop, given, memory, self.constants() | constants, **self.options())
+        return memory
+
+    def ms_torch(self) -> float:
+        """Median milliseconds of such a launch, by the GPU's clock."""
+        from jdllm.kernels.triton import denoise_loop
+        from weights_port import triton_launch
+
+        memory = triton_launch.poisoned(fused.scratch(self.m, self.cut, self.case.dtype), DEVICE)
+        return triton_launch.median_ms(denoise_loop, self.tensors, memory, self.constants(), **self.options())
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told besides constants."""
+        return {"num_warps": self.launch.num_warps, "num_stages": self.launch.stages}
 
     def constants(self) -> dict[str, Any]:
         return fused.constants(
@@ -199,36 +238,74 @@ def distance(found: Any, wanted: np.ndarray) -> float:
     return float(error) if np.isfinite(error) else float("inf")
 
 
-def check(case: Case, seed: int, programs: int, launch: fused.Launch, device: str) -> dict[str, Any]:
-    """Errors, poison, repeats and times of one case."""
-    from weights_port import triton_launch
+def check(
+    case: Case,
+    seed: int,
+    programs: int,
+    launch: fused.Launch,
+    record: Record,
+    *,
+    diagnosed: bool = True,
+    jitted: bool = True,
+) -> None:
+    """Errors, poison, repeats and times of one case: a row that grows, and is recorded when it may be the last that is seen."""
+    row: dict[str, Any] = {"case": case.name, "ok": False}
+    try:
+        bench = Bench(
+            case, seed, programs, dataclasses.replace(launch, stages=2) if case.dtype == "float32" else launch
+        )
+        row |= {"width": bench.m.latent_dim, "rows": bench.cut.rows, "steps": case.steps, "weights": case.weights}
+        row["seed"] = seed
+        reference = bench.reference()
+        row["error_xla"] = distance(bench.plain(bench.params, case.dtype), reference)
+        poisoned = bench.through_torch()["estimate"].cpu().numpy()
+        row["error_poisoned"] = distance(poisoned, reference)
+        if row["error_poisoned"] > allowed(row, case) and diagnosed:
+            record.add(row)
+            row["diagnosis"] = "; ".join(diagnose(bench, reference))
+        if DEVICE != "cpu":
+            again = [bench.through_torch()["estimate"].cpu().numpy() for _ in range(TORCH_REPEATS)]
+            row["identical_torch"] = f"{sum(np.array_equal(poisoned, x) for x in again)}/{len(again)}"
+            row["ms_torch"] = bench.ms_torch()
+            row["ms_xla"] = median_ms(lambda: bench.plain(bench.params, case.dtype))
+            record.add(row)
+        if DEVICE != "cpu" and jitted:
+            first = np.asarray(bench.fused())
+            row["error_fused"] = distance(first, reference)
+            again = [np.array_equal(np.asarray(bench.fused()), first) for _ in range(REPEATS if case.num == 1 else 10)]
+            row["identical"] = f"{sum(again)}/{len(again)}"
+            row["same_through_torch"] = bool(np.array_equal(poisoned.reshape(first.shape), first))
+            row["ms_fused"] = median_ms(bench.fused)
+        row["ok"] = passed(row, case)
+    except Exception as error:  # the next case may tell more
+        row["failed"] = str(error).partition("\n")[0][:200] or type(error).__name__
+        traceback.print_exc()
+    record.add(row)
 
-    launch = dataclasses.replace(launch, stages=2) if case.dtype == "float32" else launch
-    bench = Bench(case, seed, programs, launch)
-    reference = bench.reference()
-    row: dict[str, Any] = {
-        "case": case.name, "width": bench.m.latent_dim, "rows": bench.cut.rows, "steps": case.steps,
-        "weights": case.weights, "seed": seed,
-    }  # fmt: skip
-    row["error_xla"] = distance(bench.plain(bench.params, case.dtype), reference)
-    from jdllm.kernels.triton import denoise_loop
 
-    memory = triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype), device)
-    inputs = bench.torch_inputs(device)
-    options = {} if device == "cpu" else {"num_warps": launch.num_warps, "num_stages": launch.stages}
-    triton_launch.launch(denoise_loop, inputs, memory, bench.constants(), **options)
-    poisoned = memory["estimate"].cpu().numpy()
-    row["error_poisoned"] = distance(poisoned, reference)
-    if device == "cpu":
-        return row
-    first = np.asarray(bench.fused())
-    row["error_fused"] = distance(first, reference)
-    again = [np.array_equal(np.asarray(bench.fused()), first) for _ in range(REPEATS if case.num == 1 else 10)]
-    row["identical"] = f"{sum(again)}/{len(again)}"
-    row["same_through_torch"] = bool(np.array_equal(poisoned.reshape(first.shape), first))
-    row["ms_fused"] = median_ms(bench.fused)
-    row["ms_xla"] = median_ms(lambda: bench.plain(bench.params, case.dtype))
-    return row
+def diagnose(bench: Bench, reference: np.ndarray) -> list[str]:
+    """Where a wrong result comes from: programs that race, or the first array that is wrong after one step of few blocks."""
+    findings = []
+    for programs in sorted({1, 2, bench.cut.programs}):
+        other = bench.variant(bench.launch, programs=programs)
+        found = [other.through_torch()["estimate"].cpu().numpy() for _ in range(3)]
+        same = all(np.array_equal(found[0], x) for x in found)
+        errors = ", ".join(f"{distance(x, reference):.2g}" for x in found)
+        findings.append(f"{programs} programs: errors {errors}, {'bit for bit the same' if same else 'DIFFERENT'}")
+    noise, start = bench.drawn()
+    noise = None if noise is None else noise[0]
+    for depth in sorted({0, 1, bench.m.denoiser_depth}):
+        memory = bench.through_torch(steps=1, DEPTH=depth)
+        wanted = plain_step.arrays_after_one_step(bench.weights, bench.tables, bench.m, bench.cut, noise, start, depth)
+        found = {name: memory[name].float().cpu().numpy() for name in wanted}
+        wrong = (
+            plain_step.difference(name, found[name], np.asarray(wanted[name]), bench.cut, depth) for name in wanted
+        )
+        first = next((text for text in wrong if text), "every array is right")
+        findings.append(f"one step, {depth} blocks: {first}")
+    for finding in findings:
+        print(f"  {bench.case.name}: {finding}", flush=True)
+    return findings
 
 
 def median_ms(call: Callable[[], jax.Array], seconds: float = 0.4) -> float:
@@ -236,13 +313,17 @@ def median_ms(call: Callable[[], jax.Array], seconds: float = 0.4) -> float:
     return measure.time_calls(lambda: jax.block_until_ready(call()), seconds=seconds).median
 
 
-def passed(row: dict[str, Any], case: Case) -> bool:
-    """Whether a case holds."""
-    limit = ERROR_FP32 if case.dtype == "float32" else ERROR_BF16
-    errors = [row[name] for name in ("error_fused", "error_poisoned") if name in row]
-    done, _, of = row.get("identical", "1/1").partition("/")
+def allowed(row: dict[str, Any], case: Case) -> float:
+    """The largest error that a case may have."""
     # bfloat16 errors grow over 64 steps in any implementation: there the plain loop's own error is the measure
-    return all(error <= max(limit, 1.5 * row["error_xla"]) for error in errors) and done == of
+    return max(ERROR_FP32 if case.dtype == "float32" else ERROR_BF16, 1.5 * row["error_xla"])
+
+
+def passed(row: dict[str, Any], case: Case) -> bool:
+    """Whether a case holds: small errors, and every repeat the same."""
+    errors = [row[name] for name in ("error_fused", "error_poisoned") if name in row]
+    counts = [row[name].split("/") for name in ("identical", "identical_torch") if name in row]
+    return all(error <= allowed(row, case) for error in errors) and all(done == of for done, of in counts)
 
 
 def two_streams(programs: int, launch: fused.Launch, seed: int) -> dict[str, Any]:
@@ -253,33 +334,66 @@ def two_streams(programs: int, launch: fused.Launch, seed: int) -> dict[str, Any
     case = Case("two streams", lean("books"))
     bench = Bench(case, seed, programs, launch)
     reference, errors = bench.reference(), []
-    options = {"num_warps": launch.num_warps, "num_stages": launch.stages}
-    inputs, constants = bench.torch_inputs("cuda"), bench.constants()
     for _ in range(20):
-        memories = [triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype), "cuda") for _ in range(2)]
-        triton_launch.launch_on_streams(denoise_loop, inputs, memories, constants, **options)
+        memories = [triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype), DEVICE) for _ in range(2)]
+        triton_launch.launch_on_streams(denoise_loop, bench.tensors, memories, bench.constants(), **bench.options())
         errors += [distance(memory["estimate"].cpu().numpy(), reference) for memory in memories]
     return {"case": case.name, "error_poisoned": max(errors), "error_xla": 0.0, "launches": len(errors)}
 
 
+TUNED = [Case("qwen3.6-35b-a3b", lean("qwen3.6-35b-a3b"), steps=10), Case("books", lean("books"), steps=10)]
+"""The shapes that decide."""
+
+
+def launches(cut: Tiling) -> Iterator[tuple[fused.Launch, Tiling]]:
+    """What --tune tries of LAUNCHES: those whose block_k divides what is read along k."""
+    for warps, stages, prefetch, block_k in LAUNCHES:
+        if all(product.k // product.split % block_k == 0 for product in cut.products.values()):
+            yield fused.Launch(warps, stages, 1024 * prefetch), dataclasses.replace(cut, block_k=block_k)
+
+
 def tune(programs: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
-    """Times of launch options, for the shapes that decide."""
-    cases = [Case("qwen3.6-35b-a3b", lean("qwen3.6-35b-a3b"), steps=10), Case("books", lean("books"), steps=10)]
-    benches = [Bench(case, seed, programs, fused.Launch()) for case in cases]
-    for (warps, stages, prefetch, block_k), bench in itertools.product(LAUNCHES, benches):
-        row = {"case": bench.case.name, "warps": warps, "stages": stages, "prefetch": prefetch, "block_k": block_k}
-        if time.monotonic() > until:
-            break
-        try:
-            row["ms"] = median_ms(
-                bench.variant(fused.Launch(warps, stages, prefetch), block_k=block_k).fused, seconds=0.2
-            )
-        except Exception as error:  # an option that does not fit the card is a row as well
-            row["failed"] = str(error).splitlines()[0][:120]
-        yield row
-    for bench in benches:
+    """Times of launch options through PyTorch, by the GPU's clock; of XLA by the host's."""
+    for bench in [Bench(case, seed, programs, fused.Launch()) for case in TUNED]:
         plain = functools.partial(bench.plain, bench.params, "bfloat16")
         yield {"case": bench.case.name, "plain": True, "ms": median_ms(plain)}
+        for launch, cut in launches(bench.cut):
+            row = {"case": bench.case.name, **dataclasses.asdict(launch), "block_k": cut.block_k}
+            if time.monotonic() > until:
+                return
+            try:
+                row["ms"] = bench.variant(launch, block_k=cut.block_k).ms_torch()
+            except Exception as error:  # an option that does not fit the card is a row as well
+                row["failed"] = str(error).partition("\n")[0][:120]
+            yield row
+
+
+def prepare(capability: int, cases: Sequence[Case], launch: fused.Launch, programs: int, tuned: bool) -> None:
+    """Compile for a card that is elsewhere what `check` or `tune` launches through PyTorch, by the same route as a launch."""
+    from jdllm.kernels.triton import denoise_loop
+    from weights_port import triton_launch
+
+    for case in TUNED if tuned else cases:
+        cut = tiling(case.config.model, case.num, programs)
+        here = dataclasses.replace(launch, stages=2) if case.dtype == "float32" else launch
+        for option, options_cut in launches(cut) if tuned else [(here, cut)]:
+            begun = time.monotonic()
+            weights = {"bf16": case.dtype, "int8": "int8", "fp8": "float8_e4m3fn"}[case.weights]
+            kinds = [weights if name.startswith("w_") else "float32" for name in denoise_loop.arg_names]
+            kinds = kinds[: denoise_loop.arg_names.index("steps")]
+            constants = fused.constants(
+                case.config.model,
+                options_cut,
+                option,
+                fresh_noise=case.sampler == "sde",
+                quantised=case.weights != "bf16",
+            )
+            outputs = fused.scratch(case.config.model, options_cut, jnp.dtype(case.dtype))
+            triton_launch.compile_ahead(
+                denoise_loop, capability, [*kinds, case.steps], [x.dtype.name for x in outputs.values()], constants,
+                num_warps=option.num_warps, num_stages=option.stages,
+            )  # fmt: skip
+            print(f"{case.name}, {option}, block_k {options_cut.block_k}: {time.monotonic() - begun:.1f} s", flush=True)
 
 
 def compiled(name: str, capability: int, launch: fused.Launch, programs: int) -> dict[str, Any]:
@@ -327,7 +441,9 @@ class Record:
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+        """A new row, or more of the last one."""
+        if not self.rows or self.rows[-1] is not row:
+            self.rows.append(row)
         print(row, flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
         values = {**self.about, "rows": self.rows, "failed": self.failed}
@@ -344,7 +460,7 @@ def main() -> int:
     options = tyro.cli(Options, description=__doc__.partition("\n\n")[0])
     gpu = jax.default_backend() == "gpu"
     device = jax.devices()[0].device_kind if gpu else "CPU, Triton's interpreter"
-    programs, launch = (op.programs(), op.launch_options()) if gpu else (1, fused.Launch(prefetch=0))
+    programs, launch = (op.programs(), op.launch_options()) if gpu else (2, fused.Launch(prefetch=0))
     seed, until = int.from_bytes(os.urandom(3), "big"), time.monotonic() + 60 * options.minutes
     short = device.removeprefix("NVIDIA ").lower().replace(" ", "-") if gpu else "cpu"
     about = {
@@ -362,6 +478,12 @@ def main() -> int:
                 record.add(compiled(name, capability, shared, PROGRAMS.get(capability, programs)))
         print(report.rows_table(record.rows))
         return 0
+    if options.prepare:
+        capability = f"{options.prepare / 10:.1f}"
+        launch = fused.Launch(stages=op.SHARED_MEMORY_STAGES.get(capability, 3))
+        wanted = [case for case in all_cases() if not options.cases or case.name in options.cases.split(",")]
+        prepare(options.prepare, wanted, launch, PROGRAMS.get(options.prepare, programs), options.tune)
+        return 0
     if options.tune:
         for row in tune(programs, seed, until):
             record.add(row)
@@ -374,8 +496,8 @@ def main() -> int:
         if time.monotonic() > until:
             record.add({"case": case.name, "not_run": f"--minutes {options.minutes:g} were over"})
             continue
-        row = check(case, seed + 10 * index, programs, launch, "cuda" if gpu else "cpu")
-        record.add(row | {"ok": passed(row, case)})
+        diagnosed, jitted = len(record.failed) < DIAGNOSES, not options.torch_only
+        check(case, seed + 10 * index, programs, launch, record, diagnosed=diagnosed, jitted=jitted)
     if gpu and not wanted:  # last, since two launches that wait for each other would never end
         row = two_streams(programs, launch, seed)
         record.add(row | {"ok": row["error_poisoned"] <= ERROR_BF16})

@@ -6,8 +6,12 @@ more control is wanted: outputs full of NaN, several streams, and a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -46,8 +50,75 @@ def launch(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """Start one program for every one of `constants["PROGRAMS"]` on the current stream; does not wait."""
+    """Start one program for every one of `constants["PROGRAMS"]` on the current stream; does not wait.
+
+    On a CPU the interpreter runs them, a thread each, and this returns when they are through.
+    """
+    if not next(iter(outputs.values())).is_cuda:
+        return _launch_interpreted(kernel, inputs, outputs, constants)
     kernel[(constants["PROGRAMS"],)](*inputs, *outputs.values(), **constants, **options)
+
+
+def _launch_interpreted(
+    kernel: Any, inputs: Sequence[Any], outputs: Mapping[str, torch.Tensor], constants: Mapping[str, Any]
+) -> None:
+    """A thread for each program: the interpreter alone runs one after another, and the first would wait for ever."""
+    errors: list[BaseException] = []
+
+    def program(index: int) -> None:
+        this_thread.program = index
+        try:
+            kernel[(1,)](*inputs, *outputs.values(), **constants)
+        except BaseException as error:
+            errors.append(error)
+
+    this_thread = threading.local()
+    threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(constants["PROGRAMS"])]
+    with _threaded_interpreter(this_thread):
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not errors:  # who waits for a failed one waits for ever
+            for thread in threads:
+                thread.join(0.02)
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def _threaded_interpreter(this_thread: threading.local) -> Iterator[None]:
+    """The interpreter's program_id is `this_thread.program`, and Triton's language stays patched until all are through."""
+    from triton.runtime import interpreter
+
+    scopes: dict[int, Any] = {}
+    patch, rewrite, lock = interpreter._patch_lang, interpreter.InterpretedFunction.rewrite, threading.RLock()
+    builder = interpreter.InterpreterBuilder
+    add = builder.create_atomic_rmw
+
+    def patch_once(fn: Any) -> Any:
+        with lock:
+            if id(fn.__globals__) not in scopes:
+                scopes[id(fn.__globals__)] = patch(fn)
+        return mock.Mock()
+
+    def rewrite_alone(function: Any) -> Any:
+        with lock:
+            return rewrite(function)
+
+    def add_or_sleep(self: Any, operation: Any, at: Any, value: Any, *rest: Any) -> Any:
+        if not value.data.any():  # a program that waits, and would keep the others from the processor
+            time.sleep(1e-3)
+        return add(self, operation, at, value, *rest)
+
+    place = property(lambda _: (this_thread.program, 0, 0), lambda *_: None)
+    with (
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
+        mock.patch.object(interpreter.InterpretedFunction, "rewrite", rewrite_alone),
+        mock.patch.object(builder, "grid_idx", place, create=True),
+        mock.patch.object(builder, "create_atomic_rmw", add_or_sleep),
+    ):
+        yield
+    for scope in reversed(scopes.values()):
+        scope.restore()
 
 
 def launch_on_streams(
@@ -61,3 +132,39 @@ def launch_on_streams(
         with torch.cuda.stream(stream):
             launch(kernel, inputs, memory, constants, **options)
     torch.cuda.synchronize()
+
+
+def median_ms(
+    kernel: Any, inputs: Sequence[Any], outputs: Mapping[str, torch.Tensor], constants: Mapping[str, Any],
+    repeats: int = 30, **options: Any,
+) -> float:  # fmt: skip
+    """Median milliseconds of a launch by the GPU's clock, without the work of the host."""
+    taken = []
+    for _ in range(repeats):
+        for name in COUNTERS:
+            outputs[name].zero_()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        launch(kernel, inputs, outputs, constants, **options)
+        ended.record()
+        taken.append((begun, ended))
+    torch.cuda.synchronize()
+    return float(np.median([begun.elapsed_time(ended) for begun, ended in taken[repeats // 3 :]]))
+
+
+def compile_ahead(
+    kernel: Any, capability: int, inputs: Sequence[str | int], outputs: Sequence[str], constants: Mapping[str, Any],
+    **options: int,
+) -> None:  # fmt: skip
+    """Put into Triton's cache what `launch` with arrays of these kinds would compile on a card that need not be here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    card = mock.Mock()
+    card.get_current_device.return_value = card.get_current_stream.return_value = 0
+    card.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    driver.set_active(card)
+    arrays = [
+        x if isinstance(x, int) else torch.empty(16, dtype=getattr(torch, x)) for x in (*inputs, *outputs)
+    ]  # a kind and an alignment of 16 bytes are all that the compiler sees of an array
+    kernel.warmup(*arrays, grid=(constants["PROGRAMS"],), **constants, **options)

@@ -43,8 +43,8 @@ def trained(shaken):
     return make
 
 
-def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **changed):
-    """Estimates of the kernel, of the plain loop."""
+def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, launched=1, **changed):
+    """Estimates of the kernel, cut for `programs` and launched with `launched`, and of the plain loop."""
     from jdllm.kernels.triton import denoise_loop
 
     m, schedule = model.config.model, TangentSchedule(model.config.diffusion.schedule_d)
@@ -61,7 +61,7 @@ def fused_and_plain(model, params, module, num, sampler, seed=1, programs=1, **c
     constants = fused.constants(m, cut, launch, fresh_noise=fresh is not None, quantised=weights.quantised)
     memory = triton_launch.poisoned(fused.scratch(m, cut, jnp.float32), "cpu")
     tensors = [triton_launch.tensor(x, "cpu") for x in inputs]
-    triton_launch.launch(denoise_loop, tensors, memory, constants | {"PROGRAMS": 1})
+    triton_launch.launch(denoise_loop, tensors, memory, constants | {"PROGRAMS": launched})
     denoise = make_denoise(module, 0.0, False, jnp.float32)
     modulation = module.denoiser.modulation(TIMES)
     wanted = samplers.sample(key, denoise, shape, schedule, TIMES, sampler=sampler, conditions=modulation)
@@ -94,14 +94,14 @@ def test_samplers_draw_the_noise_of_the_plain_loop(sampler, trained):
 
 
 def test_products_may_be_split_along_k(trained):
-    """As they are where programs would otherwise have nothing to do."""
+    """As they are where programs would otherwise have nothing to do; three programs share the parts, and wait for each other."""
     model, params, module = trained(make_config(depth=1))
     cut = tiling(model.config.model, 1, 16)
     changed = {
         name: dataclasses.replace(getattr(cut, name), split=split)
         for name, split in (("input", 4), ("out", 2), ("down", 2), ("output", 2))
     }
-    found, wanted = fused_and_plain(model, params, module, 1, "ddim", programs=16, block_k=32, **changed)
+    found, wanted = fused_and_plain(model, params, module, 1, "ddim", programs=16, launched=3, block_k=32, **changed)
     assert distance(found, wanted) < 1e-5
 
 
