@@ -98,12 +98,10 @@ def _product(
 def _inverse_rms(squares, row0, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, REDUCE_N: tl.constexpr):
     """1 / rms of the rows of the residual stream, from the sums of squares that its writers left."""
     parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    rows = row0 + tl.arange(0, BLOCK_M)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, parts, 16):
-        part = first + tl.arange(0, 16)
-        mask = (part < parts)[:, None] & (rows < ROWS)[None, :]
-        total += tl.sum(tl.load(squares + part[:, None] * ROWS + rows[None, :], mask=mask, other=0.0), axis=0)
+    part, rows = tl.arange(0, triton.next_power_of_2(parts)), row0 + tl.arange(0, BLOCK_M)
+    mask = (part < parts)[:, None] & (rows < ROWS)[None, :]
+    # all at once: a loop over them would wait for memory in every turn, since each ends in a sum over the program
+    total = tl.sum(tl.load(squares + part[:, None] * ROWS + rows[None, :], mask=mask, other=0.0), axis=0)
     return tl.rsqrt(total / D + EPSILON)
 
 
@@ -128,12 +126,13 @@ def _normed_product(
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for item in range(pid, row_tiles * tiles, PROGRAMS):
         row0, tile = (item % row_tiles) * BLOCK_M, item // row_tiles
+        inverse = _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)  # here, while the prefetched weights arrive
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = _product(acc, a, D, w + tile * D * BLOCK_N, row0, 0, D, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
         acc = _scaled(acc, scale, tile, N, BLOCK_N, QUANTISED)
         rows, columns = row0 + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < N
-        y = acc * _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)[:, None]
+        y = acc * inverse[:, None]
         y += tl.load(bias + columns, mask=inside, other=0.0)[None, :]
         if GELU:  # tanh approximation, as jax.nn.gelu; 0.5 (1 + tanh(u)) = sigmoid(2u)
             y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
