@@ -428,7 +428,8 @@ def compiled(name: str, capability: int, launch: fused.Launch, programs: int) ->
 def toy_cases() -> list[Case]:
     """What the interpreter can run in seconds."""
     small = shape(64, 16, head_dim=32, ffn_multiple=2)
-    return [Case("toy", small, steps=2, dtype="float32"), Case("toy sde x2", small, 2, 2, "sde", dtype="float32")]
+    float32 = [Case("toy", small, steps=2, dtype="float32"), Case("toy sde x2", small, 2, 2, "sde", dtype="float32")]
+    return [*float32, Case("toy bfloat16", small, steps=2)]
 
 
 @dataclasses.dataclass

@@ -87,12 +87,13 @@ def _launch_interpreted(
 @contextmanager
 def _threaded_interpreter(this_thread: threading.local) -> Iterator[None]:
     """The interpreter's program_id is `this_thread.program`, and Triton's language stays patched until all are through."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
     scopes: dict[int, Any] = {}
     patch, rewrite, lock = interpreter._patch_lang, interpreter.InterpretedFunction.rewrite, threading.RLock()
     builder = interpreter.InterpreterBuilder
-    add = builder.create_atomic_rmw
+    add, dot = builder.create_atomic_rmw, builder.create_dot
 
     def patch_once(fn: Any) -> Any:
         with lock:
@@ -109,12 +110,18 @@ def _threaded_interpreter(this_thread: threading.local) -> Iterator[None]:
             time.sleep(1e-3)
         return add(self, operation, at, value, *rest)
 
+    def dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """The interpreter keeps bfloat16 as 16 bits, and would multiply those."""
+        wide = [self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
     place = property(lambda _: (this_thread.program, 0, 0), lambda *_: None)
     with (
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(interpreter.InterpretedFunction, "rewrite", rewrite_alone),
         mock.patch.object(builder, "grid_idx", place, create=True),
         mock.patch.object(builder, "create_atomic_rmw", add_or_sleep),
+        mock.patch.object(builder, "create_dot", dot_of_numbers),
     ):
         yield
     for scope in reversed(scopes.values()):
