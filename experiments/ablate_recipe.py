@@ -75,6 +75,7 @@ def grid(base: Config) -> list[Cell]:
         Cell("noise-3-constant", "decoder noise always 3", CONSTANT),
         Cell("noise-1-constant", "decoder noise always 1", {**CONSTANT, "objective__decoder_noise": 1.0}),
         Cell("noise-5-constant", "decoder noise always 5", {**CONSTANT, "objective__decoder_noise": 5.0}),
+        Cell("noise-8-constant", "decoder noise always 8", {**CONSTANT, "objective__decoder_noise": 8.0}),
         Cell("per-dimension", "latents standardised per dimension", {"model__standardize": "dimension"}),
         Cell("rmsnorm", "RMSNorm instead of standardised latents", {"model__standardize": "rmsnorm"}),
         Cell("schedule-1", "cosine schedule, d = 1", {"diffusion__schedule_d": 1.0}),

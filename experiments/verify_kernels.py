@@ -10,8 +10,8 @@ does not wait seconds for every launch through PyTorch.
 
 Every case draws fresh random weights and noise.  The reference is the plain loop in float32 with exact products, from the
 same (rounded) weights; the error of the plain bfloat16 loop stands beside that of the fused one.  A case that is wrong says
-with how many programs and in which array it goes wrong first; a case that raises is a row as well, and the next one goes on.  On a CPU the source is run
-by Triton's interpreter at toy size, which takes TRITON_INTERPRET=1 in the environment.
+with how many programs and in which array it goes wrong first; a case that raises is a row as well, and the next one goes
+on.  On a CPU the source is run by Triton's interpreter at toy size, which takes TRITON_INTERPRET=1 in the environment.
 """
 
 from __future__ import annotations

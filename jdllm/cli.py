@@ -74,7 +74,7 @@ class Generate:
     steps: int | None = None
     """Denoising steps; by default the run's sampling.steps.  An autoregressive model takes one a token and none else."""
     sampler: Literal["ddim", "sde", "early_stop", "dpmpp"] | None = None
-    """DDIM, stochastic Euler on the reverse SDE, or DDIM stopped early on a longer grid."""
+    """DDIM, stochastic Euler on the reverse SDE, DDIM stopped early on a longer grid, or DPM-Solver++(2M)."""
     seed: int = 0
     """The same seed writes the same text on the same machine."""
     guidance: float | None = None
@@ -137,12 +137,12 @@ class Eval:
     """Weight of self-conditioning guidance."""
     temperature: float | None = None
     """Scale of the noise, or softmax temperature of a baseline."""
-    temperatures: str = ""
-    """More temperatures, separated by commas, at the last of the steps: perplexity at equal entropy needs some."""
     order: Literal["confidence", "entropy", "random"] | None = None
     """Masked diffusion: which places get their tokens first."""
     top_p: float | None = None
     """Baselines: draw from the likeliest tokens that together have this probability."""
+    temperatures: str = ""
+    """More temperatures, separated by commas, at the last of the steps: perplexity at equal entropy needs some."""
     scorer: str = "smollm2"
     """Language model that scores samples: `smollm2`, a Hugging Face id or folder, or `none` to leave perplexity out."""
     checkpoint: int | None = None
@@ -167,7 +167,8 @@ class Eval:
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         report = evaluate_run(
             self.run, steps=steps, seed=self.seed, options=options, checkpoint=self.checkpoint,
-            temperatures=temperature_list(self.temperatures), out=self.out, load_scorer=None if self.scorer == "none" else load_scorer,
+            temperatures=temperature_list(self.temperatures), out=self.out,
+            load_scorer=None if self.scorer == "none" else load_scorer,
         )  # fmt: skip
         print(markdown(report), end="")
         return 0

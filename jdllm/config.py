@@ -343,6 +343,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
     feed = config.feed
     if m.kind != "ldlm" and feed.feed == "online":
         yield f"model.kind={m.kind} reads no hidden states; use feed.feed=cache with it"
+    if m.kind != "ldlm" and o.frozen_after < 1:
+        yield f"objective.frozen_after={o.frozen_after} keeps a denoiser in training, and model.kind={m.kind} has none; use 1"
     if m.trunk_depth is not None and (m.kind == "ldlm" or m.trunk_depth < 1):
         yield f"model.trunk_depth={m.trunk_depth} is a number of blocks from 1, for model.kind=autoregressive and masked alone"
     if not 0.0 < config.sampling.top_p <= 1.0:

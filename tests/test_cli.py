@@ -206,10 +206,11 @@ def test_resuming_with_another_config_lists_what_differs(tmp_path):
     preset("smoke").save(run / "config.json")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     said = refused(
-        smoke("--model.denoiser-depth", 3, "--optimizer.learning-rate", 0.1, "--training.steps", 999, cwd=tmp_path),
+        smoke("--model.denoiser-depth", 3, "--optimizer.learning-rate", 0.1, "--training.steps", 999, "--objective.frozen-after", 0.5, cwd=tmp_path),
         "runs/smoke", "model.denoiser_depth: 2 there, 3 here", "optimizer.learning_rate: 0.001 there, 0.1 here", "--name",
     )  # fmt: skip
     assert "training.steps" not in said  # more steps are a reason to resume
+    assert "frozen_after" not in said  # and so is a second stage
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
 

@@ -129,6 +129,7 @@ def test_keys_with_defaults_may_be_left_out():
         ({"training__steps": 0}, ["training.steps=0", "least is 1"]),
         ({"optimizer__learning_rate": 0.0}, ["learning_rate=0.0", "positive"]),
         ({"objective__decoder_noise": -1.0}, ["decoder_noise=-1.0", "negative"]),
+        ({"model__kind": "masked", "objective__frozen_after": 0.5}, ["frozen_after=0.5", "kind=masked", "use 1"]),
         ({"objective__gamma_max": 1.5}, ["gamma_max=1.5", "[0, 1]"]),
         ({"diffusion__schedule_d": 0.0}, ["schedule_d=0.0", "positive"]),
     ],

@@ -81,3 +81,6 @@ def test_a_stored_recipe_is_known_again_and_a_changed_default_is_not():
     assert ablation.same_recipe(stored, job.config)
     assert not ablation.same_recipe(stored, job.config.replace(objective__gamma_max=0.25))
     assert not ablation.same_recipe({**stored, "gone": 1}, job.config)
+    assert not ablation.same_recipe(
+        stored, job.config.replace(objective__frozen_after=0.5)
+    )  # a run may, a cell may not

@@ -426,18 +426,16 @@ def step(
 def ahead(
     x0: Float[Tensor, "b k d"],
     previous: Float[Tensor, "b k d"],
-    tau_before: Float[Tensor, ""],
-    tau: Float[Tensor, ""],
-    tau_next: Float[Tensor, ""],
+    times: Float[Tensor, " s+1"],
+    index: int,
     schedule: TangentSchedule,
     sampler: str,
 ) -> Float[Tensor, "b k d"]:
-    """The estimate that a step makes for: the newest, or with `dpmpp` a line through the last two, where it is finite."""
+    """The estimate that step `index` makes for: the newest, or with `dpmpp` a line through the last two, where it is finite."""
     if sampler != "dpmpp":
         return x0
-    before, here, there = (
-        torch.log(alpha / sigma) for alpha, sigma in map(schedule.alpha_sigma, (tau_before, tau, tau_next))
-    )
+    alpha, sigma = schedule.alpha_sigma(times[[max(index - 1, 0), index, index + 1]])
+    before, here, there = torch.log(alpha / sigma)
     weight = 0.5 * (there - here) / (here - before)
     return x0 + torch.where(torch.isfinite(weight), weight, 0.0) * (x0 - previous)
 
@@ -500,9 +498,8 @@ class Generator:
             if options.sampler == "sde":
                 drawn = torch.randn(z.shape, generator=random) if fresh_noise is None else fresh_noise[index]
                 added = options.temperature * drawn.to(z)
-            tau_before, tau, tau_next = times[max(index - 1, 0)], times[index], times[index + 1]
-            heading = ahead(x0, previous, tau_before, tau, tau_next, self.schedule, options.sampler)
-            z = step(z, heading, added, tau, tau_next, self.schedule, options.sampler)
+            heading = ahead(x0, previous, times, index, self.schedule, options.sampler)
+            z = step(z, heading, added, times[index], times[index + 1], self.schedule, options.sampler)
         return x0
 
     def generate_tokens(

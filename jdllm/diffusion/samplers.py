@@ -69,22 +69,20 @@ def step(
 def ahead(
     x0: Float[Array, "b k d"],
     previous: Float[Array, "b k d"],
-    tau_before: Float[Array, ""],
-    tau: Float[Array, ""],
-    tau_next: Float[Array, ""],
+    times: Float[Array, " s+1"],
+    index: Int[Array, ""] | int,
     schedule: TangentSchedule,
     sampler: str,
 ) -> Float[Array, "b k d"]:
-    """The estimate that a step makes for: the newest, or with `dpmpp` where it will be in the middle of the step.
+    """The estimate that step `index` makes for: the newest, or with `dpmpp` where it will be in the middle of the step.
 
     That is DPM-Solver++(2M) (arXiv 2211.01095): a line through the last two estimates in log(alpha / sigma), then DDIM's step.
     Where the line has no slope, because there is no estimate before or a step is infinite, the newest estimate is taken.
     """
     if sampler != "dpmpp":
         return x0
-    before, here, there = (
-        jnp.log(alpha / sigma) for alpha, sigma in map(schedule.alpha_sigma, (tau_before, tau, tau_next))
-    )
+    alpha, sigma = schedule.alpha_sigma(times[jnp.array([jnp.maximum(index - 1, 0), index, index + 1])])
+    before, here, there = jnp.log(alpha / sigma)
     weight = 0.5 * (there - here) / (here - before)
     return x0 + jnp.where(jnp.isfinite(weight), weight, 0.0) * (x0 - previous)
 
@@ -115,9 +113,8 @@ def sample(
         z, previous = carry
         x0 = denoise(z, jax.tree.map(lambda rows: rows[index], conditions), previous)
         noise = temperature * jax.random.normal(jax.random.fold_in(later, index), shape) if sampler == "sde" else z
-        tau_before, tau, tau_next = times[jnp.maximum(index - 1, 0)], times[index], times[index + 1]
-        heading = ahead(x0, previous, tau_before, tau, tau_next, schedule, sampler)
-        return step(z, heading, noise, tau, tau_next, schedule, sampler), x0
+        heading = ahead(x0, previous, times, index, schedule, sampler)
+        return step(z, heading, noise, times[index], times[index + 1], schedule, sampler), x0
 
     steps = times.shape[0] - 1 if steps is None else steps
     return jax.lax.fori_loop(0, steps, body, (z, jnp.zeros(shape)))[1]

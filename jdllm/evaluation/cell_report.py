@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jdllm.evaluation.cells import FULL, Group, Record, groups, summary
-from jdllm.evaluation.report import to_json
+from jdllm.evaluation.report import AT_HUMAN_ENTROPY, to_json
 
-EQUAL = "perplexity_at_human_entropy"
 SAME_ENTROPY = 0.02
 """Texts whose entropies differ by more than this share are not compared by perplexity alone."""
 
@@ -22,7 +21,8 @@ SAME_ENTROPY = 0.02
 def table(cells: Sequence[Group], human: dict[str, Any] | None) -> str:
     """Markdown: mean ± standard deviation over seeds; a dash is what is not known."""
     columns = (
-        ("perplexity", "perplexity", "{:.1f}"), ("at human entropy", EQUAL, "{:.1f}"), ("entropy (nats)", "entropy", "{:.3f}"), ("MAUVE", "mauve", "{:.3f}"),
+        ("perplexity", "perplexity", "{:.1f}"), ("at human entropy", AT_HUMAN_ENTROPY, "{:.1f}"),
+        ("entropy (nats)", "entropy", "{:.3f}"), ("MAUVE", "mauve", "{:.3f}"),
         ("repeated 4-grams", "repetition_4", "{:.2%}"), ("reconstruction", "recon", "{:.1%}"),
         ("with noise", "recon_noisy", "{:.1%}"), ("rank", "effective_rank", "{:.0f}"), ("gamma", "gamma", "{:.2g}"),
         ("steps trained", "step", "{:,.0f}"), ("GPU minutes", "minutes", "{:.1f}"),
@@ -80,17 +80,17 @@ def _against(cell: Group, full: Group) -> str:
     text = f"`{cell.name}` ({question})"
     if not cell.values("perplexity"):
         return f"{text}: " + ("; ".join(ended) if ended else "no perplexity was measured") + "."
-    equal = cell.mean(EQUAL) is not None and full.mean(EQUAL) is not None
+    equal = cell.mean(AT_HUMAN_ENTROPY) is not None and full.mean(AT_HUMAN_ENTROPY) is not None
     parts = [f"perplexity {_beside(cell, full, 'perplexity')} against the full recipe"]
     entropy = cell.mean("entropy") / full.mean("entropy") - 1
     parts.append(f"entropy {entropy:+.1%}")
-    parts += [f"at human entropy perplexity {_beside(cell, full, EQUAL)}"] if equal else []
+    parts += [f"at human entropy perplexity {_beside(cell, full, AT_HUMAN_ENTROPY)}"] if equal else []
     if cell.mean("mauve") is not None and full.mean("mauve") is not None:
         parts.append(f"MAUVE {cell.mean('mauve'):.3f} against {full.mean('mauve'):.3f}")
     if cell.mean("recon") is not None and full.mean("recon") is not None:
         parts.append(f"reconstruction {100 * (cell.mean('recon') - full.mean('recon')):+.1f} points")
     text += ": " + ", ".join(parts)
-    judged = EQUAL if equal else "perplexity"
+    judged = AT_HUMAN_ENTROPY if equal else "perplexity"
     spreads = [s for s in (cell.spread(judged), full.spread(judged)) if s is not None]
     if abs(entropy) > SAME_ENTROPY and not equal:
         text += f"; the entropies differ by more than {SAME_ENTROPY:.0%}, so perplexity alone does not rank the two"

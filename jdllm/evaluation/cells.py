@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from jdllm.config import ConfigError
+from jdllm.evaluation.report import AT_HUMAN_ENTROPY
 
 SCHEMA = (
     "name", "seed", "gpu_minutes", "recon", "gen_ppl", "entropy", "mauve", "steps", "ms_per_sequence", "batch", "commit",
@@ -97,7 +98,7 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "mauve": figures and figures.get("mauve"), "steps": int(steps) if steps else None,
                 "ms_per_sequence": None, "batch": None, "commit": r["commit"],
             }  # fmt: skip
-            equal = figures and figures.get("perplexity_at_human_entropy")
+            equal = figures and figures.get(AT_HUMAN_ENTROPY)
             rows.append({**row, "gen_ppl_at_human_entropy": equal, **about})
     human = next((r for r in records if r["human"]), None)
     if human:

@@ -92,7 +92,7 @@ def evaluate_run(
             own, _ = reporting.beside_human(ids, human, generator.eos_id, score, known)
             by_temperature[temperature] = dataclasses.asdict(own)
     if temperatures and score:
-        last["samples"]["perplexity_at_human_entropy"] = at_human_entropy(by_temperature, last["human"]["entropy"])
+        last["samples"][reporting.AT_HUMAN_ENTROPY] = at_human_entropy(by_temperature, last["human"]["entropy"])
     report = {
         "run": str(run_dir),
         "checkpoint": generator.step,

@@ -41,6 +41,8 @@ Score = Callable[[Int[np.ndarray, "n t"], Int[np.ndarray, " n"]], Scores]
 """(ids, lengths) -> Scores."""
 
 SHOWN_SAMPLES = 32
+AT_HUMAN_ENTROPY = "perplexity_at_human_entropy"
+"""Key of the figure that stands beside those of TextFigures where several temperatures were measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +192,12 @@ def markdown(report: dict[str, Any]) -> str:
         ]
         for temperature, row in report["by_temperature"].items():
             ratio = row["perplexity"] / human["perplexity"] if row["perplexity"] and human["perplexity"] else None
+            change = row["entropy"] / human["entropy"] - 1 if human["entropy"] else None
             lines.append(
                 f"| {temperature} | {_number(row['perplexity'], '{:.1f}')} | {_number(ratio, '{:.2f}')} | {row['entropy']:.3f} "
-                f"| {row['entropy'] / human['entropy'] - 1:+.1%} |"
+                f"| {_number(change, '{:+.1%}')} |"
             )
-        equal = own.get("perplexity_at_human_entropy")
+        equal = own.get(AT_HUMAN_ENTROPY)
         lines += ["", f"At the entropy of human text, between two of these: perplexity {_number(equal, '{:.1f}')}."]
     if any(row["samples"].get("intervals") for row in report["samples"].values()):
         lines += [

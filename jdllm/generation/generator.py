@@ -190,9 +190,8 @@ class Generator:
             )  # fmt: skip
             on_step(index + 1, s.steps, np.asarray(tokens))
             noise = normal([jax.random.fold_in(later, index) for _, later in keys])
-            tau_before, tau, tau_next = times[max(index - 1, 0)], times[index], times[index + 1]
-            heading = samplers.ahead(x0, previous, tau_before, tau, tau_next, schedule, s.sampler)
-            z = samplers.step(z, heading, noise, tau, tau_next, schedule, s.sampler)
+            heading = samplers.ahead(x0, previous, times, index, schedule, s.sampler)
+            z = samplers.step(z, heading, noise, times[index], times[index + 1], schedule, s.sampler)
         return np.asarray(tokens)
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 from jdllm.config import ModelConfig
 from jdllm.kernels.fused import FusedWeights
 from jdllm.kernels.packing import unpack
-from jdllm.kernels.tables import StepTables, rotary_tables
+from jdllm.kernels.tables import StepTables
 from jdllm.kernels.tiling import Product, Tiling
+from jdllm.model.layers import EPSILON, attend, rms_norm, rotary, split_heads
 
-EPSILON = 1e-6
 TOLERANCE = 0.25
 """Of an array's root mean square: far beyond what bfloat16 rounds away in one step, far below what a wrong tile holds."""
 
@@ -59,18 +59,11 @@ def arrays_after_one_step(
 def _attention(
     qkv: Float[Array, "rows 3d"], q_gain: Float[Array, " c"], k_gain: Float[Array, " c"], model: ModelConfig
 ) -> Float[Array, "rows d"]:
-    half = model.head_dim // 2
-    cos, sin = (table[:, None] for table in rotary_tables(model.num_latents, model.head_dim))
-    q, k, v = jnp.moveaxis(qkv.reshape(-1, model.num_latents, 3, model.latent_dim // model.head_dim, 2 * half), 2, 0)
-
-    def rotated(x: Array, gain: Array) -> Array:
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * gain
-        low, high = x[..., :half], x[..., half:]
-        return jnp.concatenate([low * cos - high * sin, low * sin + high * cos], axis=-1)
-
-    scores = jnp.einsum("bqhc,bkhc->bhqk", rotated(q, q_gain), rotated(k, k_gain), precision="highest")
-    shares = jax.nn.softmax(scores * model.head_dim**-0.5, axis=-1)
-    return jnp.einsum("bhqk,bkhc->bqhc", shares, v, precision="highest").reshape(len(qkv), -1)
+    parts = jnp.split(qkv.reshape(-1, model.num_latents, 3 * model.latent_dim), 3, axis=-1)
+    q, k, v = (split_heads(part, model.head_dim) for part in parts)
+    with jax.default_matmul_precision("highest"):
+        mixed = attend(rotary(rms_norm(q, q_gain)), rotary(rms_norm(k, k_gain)), v)
+    return mixed.reshape(len(qkv), -1)
 
 
 def difference(name: str, found: np.ndarray, wanted: np.ndarray, cut: Tiling, depth: int) -> str | None:

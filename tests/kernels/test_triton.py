@@ -136,6 +136,24 @@ def test_packing_there_and_back(n):
     np.testing.assert_array_equal(packed[1, 0, 3], matrix[1, 3, :16])  # one row of a tile lies in one piece
 
 
+def test_what_the_fused_loop_does_not_know_is_said_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(op, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(op.importlib.util, "find_spec", lambda name: object())
+    model = preset("books").model
+
+    def obstacle(**changes):
+        return op.obstacle(
+            model, **({"guided": False, "sampler": "ddim", "dtype": "bfloat16", "weights": None} | changes)
+        )
+
+    assert obstacle() is None and obstacle(sampler="sde", weights="int8") is None
+    for changes, words in (
+        ({"sampler": "dpmpp"}, "needs the last two"), ({"guided": True}, "no guidance"), ({"dtype": "float32"}, "bfloat16"),
+        ({"weights": "int4"}, "int8 and fp8"),
+    ):  # fmt: skip
+        assert words in obstacle(**changes)
+
+
 def test_what_cannot_run_here_says_why():
     model = preset("books").model
     options = {"num": 1, "guided": False, "sampler": "ddim", "dtype": "bfloat16", "weights": None}
