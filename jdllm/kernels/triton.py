@@ -189,9 +189,10 @@ def _add_to_stream(
     """x = sum (KIND 0), x += gate * sum (1) or x += gate * (sum + bias) (2), with what the next product needs."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    for item in range(pid, row_tiles * parts, PROGRAMS):
-        # parts of one tile follow each other, as the items of the product do
-        inner: tl.constexpr = BLOCK_N // REDUCE_N
+    inner: tl.constexpr = BLOCK_N // REDUCE_N
+    tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    # parts of one tile follow each other, as the items of the product do; the last tile may have parts beyond the width
+    for item in range(pid, row_tiles * tiles * inner, PROGRAMS):
         cell, part = _cell_and_part(item, row_tiles, inner)
         if part < parts:
             _wait(done + cell, turn * SPLIT)
@@ -230,8 +231,9 @@ def _update_state(
     """estimate = sum / rms(x); z = update @ (z, estimate, noise); pair = [z, estimate] for the next step's input."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    for item in range(pid, row_tiles * parts, PROGRAMS):
-        inner: tl.constexpr = BLOCK_N // REDUCE_N
+    inner: tl.constexpr = BLOCK_N // REDUCE_N
+    tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    for item in range(pid, row_tiles * tiles * inner, PROGRAMS):
         cell, part = _cell_and_part(item, row_tiles, inner)
         if part < parts:
             _wait(done + cell, turn * SPLIT)

@@ -105,6 +105,16 @@ def test_products_may_be_split_along_k(trained):
     assert distance(found, wanted) < 1e-5
 
 
+def test_pieces_of_the_last_tile_of_columns_in_the_last_tile_of_rows(trained):
+    """Tiles of 64 columns over 96, added up 16 columns at a time, in two tiles of rows."""
+    model, params, module = trained(make_config(d=96, depth=1))
+    cut = tiling(model.config.model, 8, 2)
+    assert cut.row_tiles == 2
+    changed = {name: dataclasses.replace(getattr(cut, name), block_n=64) for name in ("input", "out", "down", "output")}
+    found, wanted = fused_and_plain(model, params, module, 8, "ddim", programs=2, launched=2, reduce_n=16, **changed)
+    assert distance(found, wanted) < 1e-5
+
+
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_quantised_weights_are_multiplied_as_by_xla(weights, trained):
     model, params, _ = trained(make_config())
