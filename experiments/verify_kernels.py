@@ -2,6 +2,7 @@
 
     python experiments/verify_kernels.py --out results/kernels-h200           # errors, repeats, poison, two streams, times
     python experiments/verify_kernels.py --tune                               # times of launch options, to choose defaults by
+    python experiments/verify_kernels.py --profile                            # where the time of a launch goes, phase by phase
     python experiments/verify_kernels.py --compile 90,120                     # no GPU needed: does it compile, what does it need?
     TRITON_CACHE_DIR=/tmp/kernels python experiments/verify_kernels.py --prepare 90 [--tune]    # no GPU needed: compile ahead
 
@@ -73,6 +74,8 @@ class Options:
     """Folder of verify.json and verify.md; by default results/kernels-<device>."""
     tune: bool = False
     """Only time launch options."""
+    profile: bool = False
+    """Only say how long each kind of phase takes: its product, adding up, waiting for the other programs."""
     compile: str = ""
     """Only compile for these compute capabilities, such as 90,120, and report registers, stack and shared memory."""
     prepare: int = 0
@@ -368,6 +371,40 @@ def tune(programs: int, seed: int, until: float) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def profile(programs: int, seed: int, launch: fused.Launch) -> Iterator[dict[str, Any]]:
+    """Microseconds of the phases of a launch that is compiled with clocks in it, medians over steps, blocks and programs."""
+    from jdllm.kernels.triton import denoise_loop
+    from weights_port import triton_launch
+
+    for case in TUNED:
+        bench = Bench(case, seed, programs, launch)
+        kinds = ["input", *("qkv", "out", "up", "down") * bench.m.denoiser_depth, "output"]
+        phases = 1 + case.steps * len(kinds)
+        memory = triton_launch.poisoned(fused.scratch(bench.m, bench.cut, case.dtype, phases), DEVICE)
+        constants = bench.constants() | {"PROFILE": True}
+        ms = triton_launch.median_ms(denoise_loop, bench.tensors, memory, constants, **bench.options())
+        clock = memory["clock"].cpu().numpy().astype(np.int64)
+        began, product, through = np.moveaxis(clock[1:-1], -1, 0)
+        spans = {"product": product - began, "add": through - product, "wait": clock[2:, :, 0] - through}
+        spans = {name: span % 2**32 for name, span in spans.items()}
+        cycles = sum(span[:, 0].sum() for span in spans.values())  # of one program, from end to end
+        row = {
+            "case": case.name,
+            "programs": programs,
+            "ms_profiled": ms,
+            "ms": bench.ms_torch(),
+            "mhz": cycles / ms / 1e3,
+        }
+        for kind in dict.fromkeys(kinds):
+            here = np.resize([name == kind for name in kinds], phases - 1)
+            us = {name: span[here] * 1e3 * ms / cycles for name, span in spans.items()}
+            whole = np.median(sum(us.values()))
+            yield row | {
+                "phase": kind, "times": int(here.sum()), "us": whole, **{name: np.median(x) for name, x in us.items()},
+                "product_slowest": np.median(us["product"].max(1)), "wait_least": np.median(us["wait"].min(1)),
+            }  # fmt: skip
+
+
 def prepare(capability: int, cases: Sequence[Case], launch: fused.Launch, programs: int, tuned: bool) -> None:
     """Compile for a card that is elsewhere what `check` or `tune` launches through PyTorch, by the same route as a launch."""
     from jdllm.kernels.triton import denoise_loop
@@ -381,13 +418,8 @@ def prepare(capability: int, cases: Sequence[Case], launch: fused.Launch, progra
             weights = {"bf16": case.dtype, "int8": "int8", "fp8": "float8_e4m3fn"}[case.weights]
             kinds = [weights if name.startswith("w_") else "float32" for name in denoise_loop.arg_names]
             kinds = kinds[: denoise_loop.arg_names.index("steps")]
-            constants = fused.constants(
-                case.config.model,
-                options_cut,
-                option,
-                fresh_noise=case.sampler == "sde",
-                quantised=case.weights != "bf16",
-            )
+            changes = {"fresh_noise": case.sampler == "sde", "quantised": case.weights != "bf16"}
+            constants = fused.constants(case.config.model, options_cut, option, **changes)
             outputs = fused.scratch(case.config.model, options_cut, jnp.dtype(case.dtype))
             triton_launch.compile_ahead(
                 denoise_loop, capability, [*kinds, case.steps], [x.dtype.name for x in outputs.values()], constants,
@@ -484,6 +516,12 @@ def main() -> int:
         launch = fused.Launch(stages=op.SHARED_MEMORY_STAGES.get(capability, 3))
         wanted = [case for case in all_cases() if not options.cases or case.name in options.cases.split(",")]
         prepare(options.prepare, wanted, launch, PROGRAMS.get(options.prepare, programs), options.tune)
+        return 0
+    if options.profile:
+        record.name = "profile"
+        for row in profile(programs, seed, launch):
+            record.add(row)
+        print(report.rows_table(record.rows))
         return 0
     if options.tune:
         for row in tune(programs, seed, until):

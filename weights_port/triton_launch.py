@@ -16,9 +16,6 @@ import torch
 
 from weights_port.triton_interpreter import launch_interpreted
 
-COUNTERS = ("everyone", "done")
-"""Outputs that a kernel counts in; they start at zero."""
-
 
 def tensor(x: Any, device: str) -> Any:
     """A tensor with the same numbers; ints as they are."""
@@ -33,10 +30,11 @@ def tensor(x: Any, device: str) -> Any:
 
 
 def poisoned(outputs: Mapping[str, jax.ShapeDtypeStruct], device: str) -> dict[str, torch.Tensor]:
-    """Memory for the outputs: NaN everywhere, counters zero."""
+    """Memory for the outputs: NaN everywhere, integers zero, since those are counters."""
+    kinds = {name: getattr(torch, shape.dtype.name) for name, shape in outputs.items()}
     return {
         name: torch.full(
-            shape.shape, 0 if name in COUNTERS else float("nan"), dtype=getattr(torch, shape.dtype.name), device=device
+            shape.shape, float("nan") if kinds[name].is_floating_point else 0, dtype=kinds[name], device=device
         )
         for name, shape in outputs.items()
     }
@@ -78,8 +76,9 @@ def median_ms(
     """Median milliseconds of a launch by the GPU's clock, without the work of the host."""
     taken = []
     for _ in range(repeats):
-        for name in COUNTERS:
-            outputs[name].zero_()
+        for memory in outputs.values():
+            if not memory.is_floating_point():
+                memory.zero_()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
         launch(kernel, inputs, outputs, constants, **options)

@@ -63,7 +63,7 @@ def fused_weights(denoiser: Params, tiling: Tiling, dtype: str) -> FusedWeights:
 
 
 def constants(
-    model: ModelConfig, tiling: Tiling, launch: Launch, *, fresh_noise: bool, quantised: bool
+    model: ModelConfig, tiling: Tiling, launch: Launch, *, fresh_noise: bool, quantised: bool, profile: bool = False
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     t = tiling
@@ -79,12 +79,15 @@ def constants(
         "PROGRAMS": t.programs, "BLOCK_M": t.block_m, "BLOCK_K": t.block_k,
         "BLOCK_KEYS": min(64, max(16, power_of_two(model.num_latents))), "REDUCE_N": t.reduce_n,
         "STAGES": launch.stages, "PREFETCH": launch.prefetch,
-        "FRESH_NOISE": fresh_noise, "QUANTISED": quantised,
+        "FRESH_NOISE": fresh_noise, "QUANTISED": quantised, "PROFILE": profile,
     }  # fmt: skip
 
 
-def scratch(model: ModelConfig, tiling: Tiling, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The kernel's outputs in order: the estimate, then memory it works in; `everyone` and `done` must start at zero."""
+def scratch(model: ModelConfig, tiling: Tiling, dtype: Any, phases: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    """The kernel's outputs in order: the estimate, then memory it works in; `everyone` and `done` must start at zero.
+
+    `phases` is how many are timed, when the kernel is profiled.
+    """
     t, d, rows = tiling, model.latent_dim, tiling.rows
     split = (t.input, t.out, t.down, t.output)
     cells = max(product.tiles for product in split) * t.row_tiles
@@ -99,6 +102,7 @@ def scratch(model: ModelConfig, tiling: Tiling, dtype: Any) -> dict[str, jax.Sha
         "hidden": array(dtype, rows, model.ffn_multiple * d),
         "partial": array(jnp.float32, max(product.split for product in split), rows, d),
         "everyone": array(jnp.int32, 1), "done": array(jnp.int32, 4, cells),
+        "clock": array(jnp.int32, phases + 1, t.programs, 3),
     }  # fmt: skip
 
 

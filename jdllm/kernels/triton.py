@@ -48,10 +48,21 @@ def _wait(counter, target):
 
 
 @triton.jit
-def _everyone(counter, phase, PROGRAMS: tl.constexpr):
+def _stamp(clock, phase, moment, pid, PROGRAMS: tl.constexpr, PROFILE: tl.constexpr):
+    """clock[phase, pid, moment] = cycles of this multiprocessor, when the kernel is compiled to be looked into."""
+    if PROFILE:
+        tl.debug_barrier()
+        now = tl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r,r", [pid], dtype=tl.int32, is_pure=False, pack=1)
+        tl.store(clock + (phase * PROGRAMS + pid) * 3 + moment, now)
+
+
+@triton.jit
+def _everyone(counter, phase, clock, pid, PROGRAMS: tl.constexpr, PROFILE: tl.constexpr):
     """Wait until all programs have finished `phase` phases."""
+    _stamp(clock, phase - 1, 2, pid, PROGRAMS, PROFILE)
     _signal(counter)
     _wait(counter, phase * PROGRAMS)
+    _stamp(clock, phase, 0, pid, PROGRAMS, PROFILE)
 
 
 @triton.jit
@@ -353,19 +364,20 @@ def denoise_loop(
     s_input, s_qkv, s_out, s_up, s_down, s_output,
     q_gain, k_gain, b_down, cos, sin,
     factor, gate, bias_qkv, bias_up, update, noise, z_start, steps,
-    estimate, z, pair, x, a, squares, qkv, hidden, partial, everyone, done,
+    estimate, z, pair, x, a, squares, qkv, hidden, partial, everyone, done, clock,
     ROWS: tl.constexpr, LATENTS: tl.constexpr, D: tl.constexpr, FFN: tl.constexpr, DEPTH: tl.constexpr,
     HEAD_DIM: tl.constexpr, INPUT_N: tl.constexpr, INPUT_SPLIT: tl.constexpr, QKV_N: tl.constexpr, OUT_N: tl.constexpr,
     OUT_SPLIT: tl.constexpr, UP_N: tl.constexpr, DOWN_N: tl.constexpr, DOWN_SPLIT: tl.constexpr, OUTPUT_N: tl.constexpr,
     OUTPUT_SPLIT: tl.constexpr, CELLS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, REDUCE_N: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
-    FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr,
+    FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr, PROFILE: tl.constexpr,
 ):  # fmt: skip
     """`estimate` after `steps` steps from `z_start`, both (rows, d) float32; the other outputs are scratch.
 
     Weights are packed (packing.py) with scales (blocks, n); gains (blocks, head_dim), b_down (blocks, d); cos and sin
     (latents, head_dim / 2); factor, gate, bias_qkv, bias_up, update as in tables.StepTables; noise (steps, rows, d).
-    `everyone` (1) and `done` (4, cells) are int32 counters that start at zero.
+    `everyone` (1) and `done` (4, cells) are int32 counters that start at zero.  With PROFILE, clock (phases, programs, 3) gets
+    the cycle (modulo 2^32) at which each program began a phase, had its product, and was through.
     """
     pid = tl.program_id(0)
     norms: tl.constexpr = 2 * DEPTH + 1
@@ -384,20 +396,21 @@ def denoise_loop(
         tl.store(pair + both + D, tl.zeros_like(state).to(pair.dtype.element_ty), mask=at < ROWS * D)
     _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
     phase += 1
-    _everyone(everyone, phase, PROGRAMS)
+    _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
     for step in range(steps):
         _split_product(
             partial, done, pair, w_input, s_input, pid,
             ROWS, 2 * D, D, INPUT_N, INPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
         )  # fmt: skip
+        _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
         _ask_for(w_qkv, pid, D, 3 * D, QKV_N, 1, PREFETCH)
         _add_to_stream(
             x, a, squares, partial, done, step + 1, gate, b_down, factor + step * norms * D, pid,
             ROWS, D, INPUT_N, INPUT_SPLIT, 0, PROGRAMS, BLOCK_M, REDUCE_N,
         )  # fmt: skip
         phase += 1
-        _everyone(everyone, phase, PROGRAMS)
+        _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
         block_qkv, block_out, block_up, block_down = w_qkv, w_out, w_up, w_down
         for block in range(DEPTH):
@@ -407,15 +420,17 @@ def denoise_loop(
                 qkv, a, block_qkv, s_qkv + block * 3 * D, bias_qkv + here * 3 * D, squares, pid,
                 ROWS, D, 3 * D, QKV_N, False, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
             )  # fmt: skip
+            _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
             _ask_for(block_out, pid, D, D, OUT_N, OUT_SPLIT, PREFETCH)
             phase += 1
-            _everyone(everyone, phase, PROGRAMS)
+            _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
             _attention_product(
                 partial, done + CELLS, qkv, block_out, s_out + block * D, q_gain + block * HEAD_DIM,
                 k_gain + block * HEAD_DIM, cos, sin, pid,
                 ROWS, LATENTS, D, HEAD_DIM, OUT_N, OUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_KEYS, QUANTISED,
             )  # fmt: skip
+            _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
             _ask_for(block_up, pid, D, FFN, UP_N, 1, PREFETCH)
             _add_to_stream(
                 x, a, squares, partial, done + CELLS, here + 1, gate + 2 * here * D, b_down,
@@ -423,20 +438,22 @@ def denoise_loop(
                 ROWS, D, OUT_N, OUT_SPLIT, 1, PROGRAMS, BLOCK_M, REDUCE_N,
             )  # fmt: skip
             phase += 1
-            _everyone(everyone, phase, PROGRAMS)
+            _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
             _normed_product(
                 hidden, a, block_up, s_up + block * FFN, bias_up + here * FFN, squares, pid,
                 ROWS, D, FFN, UP_N, True, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
             )  # fmt: skip
+            _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
             _ask_for(block_down, pid, FFN, D, DOWN_N, DOWN_SPLIT, PREFETCH)
             phase += 1
-            _everyone(everyone, phase, PROGRAMS)
+            _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
             _split_product(
                 partial, done + 2 * CELLS, hidden, block_down, s_down + block * D, pid,
                 ROWS, FFN, D, DOWN_N, DOWN_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
             )  # fmt: skip
+            _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
             if block + 1 < DEPTH:
                 _ask_for(block_qkv + qkv_size, pid, D, 3 * D, QKV_N, 1, PREFETCH)
             else:
@@ -447,7 +464,7 @@ def denoise_loop(
                 ROWS, D, DOWN_N, DOWN_SPLIT, 2, PROGRAMS, BLOCK_M, REDUCE_N,
             )  # fmt: skip
             phase += 1
-            _everyone(everyone, phase, PROGRAMS)
+            _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
             block_qkv, block_out = block_qkv + qkv_size, block_out + out_size
             block_up, block_down = block_up + up_size, block_down + down_size
 
@@ -455,10 +472,11 @@ def denoise_loop(
             partial, done + 3 * CELLS, a, w_output, s_output, pid,
             ROWS, D, D, OUTPUT_N, OUTPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
         )  # fmt: skip
+        _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
         _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
         _update_state(
             estimate, z, pair, squares, partial, done + 3 * CELLS, step + 1, noise + step * ROWS * D, update + 3 * step,
             pid, ROWS, D, OUTPUT_N, OUTPUT_SPLIT, FRESH_NOISE, PROGRAMS, BLOCK_M, REDUCE_N,
         )  # fmt: skip
         phase += 1
-        _everyone(everyone, phase, PROGRAMS)
+        _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
