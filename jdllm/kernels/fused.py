@@ -37,6 +37,8 @@ class Launch:
     """Pieces of the weights in flight in the loop of a product."""
     prefetch: int = 64 * 1024
     """Bytes of the next phase's weights that each program asks for before it waits; needs sm_90 or later, or 0."""
+    stagger: int = 1
+    """Pieces along k by which the beginnings of neighbouring programs' products differ, or 0."""
 
 
 @flax.struct.dataclass
@@ -77,8 +79,10 @@ def constants(
         "OUTPUT_N": t.output.block_n, "OUTPUT_SPLIT": t.output.split,
         "CELLS": max(product.tiles for product in split) * t.row_tiles,
         "PROGRAMS": t.programs, "BLOCK_M": t.block_m, "BLOCK_K": t.block_k,
-        "BLOCK_KEYS": min(64, max(16, power_of_two(model.num_latents))), "REDUCE_N": t.reduce_n,
-        "STAGES": launch.stages, "PREFETCH": launch.prefetch,
+        "BLOCK_KEYS": min(64, max(16, power_of_two(model.num_latents))), "PARTS": t.parts,
+        "INPUT_ADD_M": t.add_rows(t.input), "OUT_ADD_M": t.add_rows(t.out), "DOWN_ADD_M": t.add_rows(t.down),
+        "OUTPUT_ADD_M": t.add_rows(t.output),
+        "STAGES": launch.stages, "PREFETCH": launch.prefetch, "STAGGER": launch.stagger,
         "FRESH_NOISE": fresh_noise, "QUANTISED": quantised, "PROFILE": profile,
     }  # fmt: skip
 
@@ -98,7 +102,7 @@ def scratch(model: ModelConfig, tiling: Tiling, dtype: Any, phases: int = 0) -> 
     return {
         "estimate": array(jnp.float32, rows, d), "z": array(jnp.float32, rows, d), "pair": array(dtype, rows, 2 * d),
         "x": array(jnp.float32, rows, d), "a": array(dtype, rows, d),
-        "squares": array(jnp.float32, -(-d // t.reduce_n), rows), "qkv": array(dtype, rows, 3 * d),
+        "squares": array(jnp.float32, t.parts, rows), "qkv": array(dtype, rows, 3 * d),
         "hidden": array(dtype, rows, model.ffn_multiple * d),
         "partial": array(jnp.float32, max(product.split for product in split), rows, d),
         "everyone": array(jnp.int32, 1), "done": array(jnp.int32, 4, cells),

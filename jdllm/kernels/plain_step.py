@@ -48,7 +48,9 @@ def arrays_after_one_step(
         x = x + gate[2 * block + 1] * (product("down", block, hidden) + weights.down_bias[block])
         found |= {"qkv": qkv, "hidden": hidden}
     a = x * factor[2 * depth]
-    parts = jnp.pad(x * x, ((0, 0), (0, -x.shape[1] % cut.reduce_n))).reshape(len(x), -1, cut.reduce_n).sum(-1).T
+    writer = cut.down if depth else cut.input
+    parts = jnp.pad(x * x, ((0, 0), (0, -x.shape[1] % writer.block_n))).reshape(len(x), -1, writer.block_n).sum(-1).T
+    parts = jnp.pad(parts, ((0, cut.parts - len(parts)), (0, 0)))
     estimate = product("output", 0, a) * inverse_rms(x)
     z = update[0] * start + update[1] * estimate + (0.0 if noise is None else update[2] * noise)
     return found | {
@@ -89,5 +91,6 @@ def _programs(name: str, rows: np.ndarray, columns: np.ndarray, cut: Tiling, dep
     if name == "pair":
         columns = columns % cut.output.n
     last: Product = cut.output if name in ("estimate", "z", "pair") else cut.down if depth else cut.input
-    part, inner = columns if name == "squares" else columns // cut.reduce_n, last.block_n // cut.reduce_n
-    return ((part // inner * cut.row_tiles + row_tile) * inner + part % inner) % cut.programs
+    tile = np.minimum(columns, last.tiles - 1) if name == "squares" else columns // last.block_n
+    groups, group = cut.block_m // cut.add_rows(last), rows % cut.block_m // cut.add_rows(last)
+    return ((tile * cut.row_tiles + row_tile) * groups + group) % cut.programs

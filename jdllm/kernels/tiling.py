@@ -12,12 +12,12 @@ import math
 
 from jdllm.config import ModelConfig
 
-BLOCK_N = (128, 64, 32, 16)
+BLOCK_N = (256, 128, 64, 32, 16)
 BLOCK_K = (64, 32, 16)
 OPERAND_BYTES, PARTIAL_BYTES = 2, 8
-ATTENTION_BYTES = 16
-"""Attention of one row and one dimension of a head, as bytes that a multiprocessor could have read in that time: some 30
-instructions for a query and a key, at 128 a cycle beside 64 bytes a cycle.  An estimate; not measured."""
+ATTENTION_BYTES = 32
+"""Attention of one row and one dimension of a head, as bytes that a multiprocessor could have read in that time.  On an H200 a
+head of 64 rows and 128 dimensions took some 6 us, in which a product's loop read 250 KB (docs/decisions.md, 14)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,6 @@ class Tiling:
     """Latents of all sequences together."""
     block_m: int
     block_k: int
-    reduce_n: int
-    """Columns of the residual stream that one program adds up at a time."""
     input: Product
     qkv: Product
     out: Product
@@ -57,6 +55,18 @@ class Tiling:
     @property
     def row_tiles(self) -> int:
         return -(-self.rows // self.block_m)
+
+    def add_rows(self, product: Product) -> int:
+        """Rows of a tile that one program adds up at a time: as few as leave no program a second turn."""
+        sizes = [1 << power for power in range(self.block_m.bit_length())]
+        return next(
+            (m for m in sizes if product.tiles * self.row_tiles * (self.block_m // m) <= self.programs), self.block_m
+        )
+
+    @property
+    def parts(self) -> int:
+        """Tiles of columns in which the residual stream is written, at most."""
+        return max(product.tiles for product in (self.input, self.out, self.down))
 
     @property
     def products(self) -> dict[str, Product]:
@@ -103,9 +113,7 @@ def tiling(model: ModelConfig, num: int, programs: int) -> Tiling:
         return cut(k, n, row_tiles, block_m, programs, block_k, splits, widest, bytes_per_k)
 
     products = {
-        "input": product(2 * d, d, powers), "qkv": product(d, 3 * d, [1], 64), "out": product(d, d, by_heads, bytes_per_k=ATTENTION_BYTES * block_m),
+        "input": product(2 * d, d, powers), "qkv": product(d, 3 * d, [1], 64), "out": product(d, d, by_heads, 256, ATTENTION_BYTES * block_m),
         "up": product(d, ffn, [1], 64), "down": product(ffn, d, powers), "output": product(d, d, powers),
     }  # fmt: skip
-    residual = min(products[name].block_n for name in ("input", "out", "down", "output"))
-    share = power_of_two(max(1, d * row_tiles // programs))
-    return Tiling(programs, rows, block_m, block_k, max(min(residual, share), 16), **products)
+    return Tiling(programs, rows, block_m, block_k, **products)

@@ -13,8 +13,8 @@ step is a row of phases, and all programs wait for each other in between (`_ever
 
 Who adds to the residual stream x (float32) also writes what the next product reads: x times that norm's column factor, and
 the sum of squares of its columns.  So no product has a normalisation in its loop, and rms(x) is one factor at its end.
-Where a product is split, partial sums go to memory, and once all parts of a tile are there (`_tile_done`) programs add up a
-few columns each, always in the same order: results do not depend on who was first.
+Where a product is split, partial sums go to memory, and once all parts of a tile are there (`done`) programs add up a few
+rows of it each, always in the same order: results do not depend on who was first.
 
 Before a program waits, it asks for the weights that it will read first in the next phase (`_ask_for`), so that memory goes on working.
 Nothing here is specific to a GPU generation; the bulk prefetch needs sm_90 or later.  With one program, and without
@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 EPSILON = tl.constexpr(1e-6)
+CHUNK = tl.constexpr(1024)
 
 
 # Waiting
@@ -66,23 +67,34 @@ def _everyone(counter, phase, clock, pid, PROGRAMS: tl.constexpr, PROFILE: tl.co
 
 
 @triton.jit
+def _begin(tile, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, STAGGER: tl.constexpr):
+    """The piece of its part of k that the product of this tile begins with."""
+    if STAGGER == 0:
+        return 0
+    return tile * STAGGER % (SPAN // BLOCK_K)
+
+
+@triton.jit
 def _ask_for(
-    weights, pid, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BYTES: tl.constexpr
-):
+    weights, pid, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGGER: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
     """Request into L2 the first BYTES of what this program reads first in a product; returns at once.
 
     Not more: what a phase reads may be several times L2, and would then be read from memory twice.
     """
-    piece: tl.constexpr = K // SPLIT * BLOCK_N * (weights.dtype.element_ty.primitive_bitwidth // 8)
+    row: tl.constexpr = BLOCK_N * (weights.dtype.element_ty.primitive_bitwidth // 8)
+    piece: tl.constexpr = K // SPLIT * row
     pieces: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLIT
     if BYTES > 0:
         if pid < pieces:
             # one thread asks for everything: operands are uniform registers, so threads would take turns, in front of a barrier
-            at = weights.to(tl.int64) + pid.to(tl.int64) * piece
+            begin = _begin(pid // SPLIT, K // SPLIT, BLOCK_K, STAGGER) * (BLOCK_K * row)
+            at = weights.to(tl.int64) + pid.to(tl.int64) * piece + begin
             tl.inline_asm_elementwise(
                 "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
                 "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-                "=r,l,r", [at, min(piece, BYTES)], dtype=tl.int32, is_pure=False, pack=1,
+                "=r,l,r", [at, tl.minimum(piece - begin, BYTES)], dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 
 
@@ -91,14 +103,20 @@ def _ask_for(
 
 @triton.jit
 def _product(
-    acc, a, a_stride, w, row0, first_k, last_k, ROWS: tl.constexpr,
+    acc, a, a_stride, w, row0, first_k, begin, ROWS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """acc + a[row0:, first_k:last_k] @ w[first_k:last_k], where w is one packed tile."""
+    """acc + a[row0:, first_k:first_k + SPAN] @ the same rows of w, one packed tile: from piece `begin` on, then round.
+
+    Programs that begin at different pieces do not all ask for the same lines of `a` at the same moment.
+    """
     rows = row0 + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
-    for k in tl.range(first_k, last_k, BLOCK_K, num_stages=STAGES):
+    pieces: tl.constexpr = SPAN // BLOCK_K
+    turns = pieces + (tl.program_id(0) >> 24)  # so that the assembler does not know it, and does not unroll
+    for turn in tl.range(turns, num_stages=STAGES):
+        k = first_k + (begin + turn) % pieces * BLOCK_K
         x = tl.load(a + rows[:, None] * a_stride + (k + inner)[None, :], mask=(rows < ROWS)[:, None], other=0.0)
         y = tl.load(w + (k + inner)[:, None] * BLOCK_N + columns[None, :])
         acc = tl.dot(x, y.to(x.dtype), acc, input_precision="ieee")
@@ -106,14 +124,17 @@ def _product(
 
 
 @triton.jit
-def _inverse_rms(squares, row0, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, REDUCE_N: tl.constexpr):
-    """1 / rms of the rows of the residual stream, from the sums of squares that its writers left."""
-    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    part, rows = tl.arange(0, triton.next_power_of_2(parts)), row0 + tl.arange(0, BLOCK_M)
-    mask = (part < parts)[:, None] & (rows < ROWS)[None, :]
-    # all at once: a loop over them would wait for memory in every turn, since each ends in a sum over the program
-    total = tl.sum(tl.load(squares + part[:, None] * ROWS + rows[None, :], mask=mask, other=0.0), axis=0)
-    return tl.rsqrt(total / D + EPSILON)
+def _squares(squares, row0, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of squares that the writers of the residual stream left, one for each of their tiles of columns."""
+    part, rows = tl.arange(0, triton.next_power_of_2(PARTS)), row0 + tl.arange(0, BLOCK_M)
+    mask = (part < PARTS)[:, None] & (rows < ROWS)[None, :]
+    return tl.load(squares + part[:, None] * ROWS + rows[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _inverse_rms(squares, D: tl.constexpr):
+    """1 / rms of the rows."""
+    return tl.rsqrt(tl.sum(squares, axis=0) / D + EPSILON)
 
 
 @triton.jit
@@ -129,21 +150,24 @@ def _scaled(acc, scale, index, N: tl.constexpr, BLOCK_N: tl.constexpr, QUANTISED
 def _normed_product(
     target, a, w, scale, bias, squares, pid,
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, GELU: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, REDUCE_N: tl.constexpr,
-    STAGES: tl.constexpr, QUANTISED: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, STAGGER: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """target = act(a @ w / rms(x) + bias), where a is x times the norm's factor."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for item in range(pid, row_tiles * tiles, PROGRAMS):
         row0, tile = (item % row_tiles) * BLOCK_M, item // row_tiles
-        inverse = _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)  # here, while the prefetched weights arrive
+        parts = _squares(squares, row0, ROWS, BLOCK_M, PARTS)  # here, to arrive beside the product's first operands
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = _product(acc, a, D, w + tile * D * BLOCK_N, row0, 0, D, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+        acc = _product(
+            acc, a, D, w + tile * D * BLOCK_N, row0, 0, _begin(tile, D, BLOCK_K, STAGGER), ROWS, D,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
         acc = _scaled(acc, scale, tile, N, BLOCK_N, QUANTISED)
         rows, columns = row0 + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < N
-        y = acc * inverse[:, None]
+        y = acc * _inverse_rms(parts, D)[:, None]
         y += tl.load(bias + columns, mask=inside, other=0.0)[None, :]
         if GELU:  # tanh approximation, as jax.nn.gelu; 0.5 (1 + tanh(u)) = sigmoid(2u)
             y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
@@ -155,7 +179,8 @@ def _normed_product(
 def _split_product(
     partial, done, a, w, scale, pid,
     ROWS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, QUANTISED: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STAGGER: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """partial[split] = a @ w over that part of k; done[tile] counts the parts that are there."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -166,8 +191,9 @@ def _split_product(
         first = split * (K // SPLIT)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = _product(
-            acc, a, K, w + tile * K * BLOCK_N, row0, first, first + K // SPLIT, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
-        )
+            acc, a, K, w + tile * K * BLOCK_N, row0, first, _begin(tile, K // SPLIT, BLOCK_K, STAGGER), ROWS, K // SPLIT,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
         acc = _scaled(acc, scale, tile, N, BLOCK_N, QUANTISED)
         _store_partial(partial, acc, split, row0, tile, ROWS, N, BLOCK_M, BLOCK_N)
         _signal(done + cell)
@@ -194,74 +220,69 @@ def _sum_of_partials(partial, rows, columns, mask, D: tl.constexpr, ROWS: tl.con
 @triton.jit
 def _add_to_stream(
     x, a, squares, partial, done, turn, gate, bias, factor, pid,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, REDUCE_N: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ADD_M: tl.constexpr,
+    KIND: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """x = sum (KIND 0), x += gate * sum (1) or x += gate * (sum + bias) (2), with what the next product needs."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    inner: tl.constexpr = BLOCK_N // REDUCE_N
     tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    # parts of one tile follow each other, as the items of the product do; the last tile may have parts beyond the width
-    for item in range(pid, row_tiles * tiles * inner, PROGRAMS):
-        cell, part = _cell_and_part(item, row_tiles, inner)
-        if part < parts:
-            _wait(done + cell, turn * SPLIT)
-            row0 = (cell % row_tiles) * BLOCK_M
-            rows, columns = row0 + tl.arange(0, BLOCK_M), part * REDUCE_N + tl.arange(0, REDUCE_N)
-            inside = columns < D
-            mask = (rows < ROWS)[:, None] & inside[None, :]
-            value = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT)
-            at = rows[:, None] * D + columns[None, :]
-            if KIND == 2:
-                value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if KIND != 0:
-                value = (
-                    tl.load(x + at, mask=mask, other=0.0)
-                    + value * tl.load(gate + columns, mask=inside, other=0.0)[None, :]
-                )
-            tl.store(x + at, value, mask=mask)
-            scaled = value * tl.load(factor + columns, mask=inside, other=0.0)[None, :]
-            tl.store(a + at, scaled.to(a.dtype.element_ty), mask=mask)
-            tl.store(squares + part * ROWS + rows, tl.sum(value * value, axis=1), mask=rows < ROWS)
+    for item in range(pid, row_tiles * tiles * (BLOCK_M // ADD_M), PROGRAMS):
+        cell, rows, columns = _rows_and_columns(item, row_tiles, BLOCK_M, BLOCK_N, ADD_M)
+        _wait(done + cell, turn * SPLIT)
+        inside = columns < D
+        mask = (rows < ROWS)[:, None] & inside[None, :]
+        value = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT)
+        at = rows[:, None] * D + columns[None, :]
+        if KIND == 2:
+            value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if KIND != 0:
+            value = (
+                tl.load(x + at, mask=mask, other=0.0) + value * tl.load(gate + columns, mask=inside, other=0.0)[None, :]
+            )
+        tl.store(x + at, value, mask=mask)
+        scaled = value * tl.load(factor + columns, mask=inside, other=0.0)[None, :]
+        tl.store(a + at, scaled.to(a.dtype.element_ty), mask=mask)
+        part = cell // row_tiles
+        tl.store(squares + part * ROWS + rows, tl.sum(value * value, axis=1), mask=rows < ROWS)
+        if tiles < PARTS and part == 0:  # other products that write x have more tiles
+            for unused in tl.static_range(tiles, PARTS):
+                tl.store(squares + unused * ROWS + rows, tl.zeros([ADD_M], tl.float32), mask=rows < ROWS)
 
 
 @triton.jit
-def _cell_and_part(item, row_tiles, inner):
-    """Item -> (tile of columns and rows, piece of the columns): pieces fastest, then rows, then columns."""
-    cell = item // inner
-    return cell, (cell // row_tiles) * inner + item % inner
+def _rows_and_columns(item, row_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ADD_M: tl.constexpr):
+    """Item -> tile of a product as its items count them, and which ADD_M of its rows; these fastest."""
+    groups: tl.constexpr = BLOCK_M // ADD_M
+    cell = item // groups
+    rows = (cell % row_tiles) * BLOCK_M + item % groups * ADD_M + tl.arange(0, ADD_M)
+    return cell, rows, (cell // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
 def _update_state(
     estimate, z, pair, squares, partial, done, turn, noise, update, pid,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, FRESH_NOISE: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, REDUCE_N: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ADD_M: tl.constexpr,
+    FRESH_NOISE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """estimate = sum / rms(x); z = update @ (z, estimate, noise); pair = [z, estimate] for the next step's input."""
     row_tiles: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    parts: tl.constexpr = (D + REDUCE_N - 1) // REDUCE_N
-    inner: tl.constexpr = BLOCK_N // REDUCE_N
     tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    for item in range(pid, row_tiles * tiles * inner, PROGRAMS):
-        cell, part = _cell_and_part(item, row_tiles, inner)
-        if part < parts:
-            _wait(done + cell, turn * SPLIT)
-            row0 = (cell % row_tiles) * BLOCK_M
-            rows, columns = row0 + tl.arange(0, BLOCK_M), part * REDUCE_N + tl.arange(0, REDUCE_N)
-            mask = (rows < ROWS)[:, None] & (columns < D)[None, :]
-            x0 = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT)
-            x0 = x0 * _inverse_rms(squares, row0, ROWS, BLOCK_M, D, REDUCE_N)[:, None]
-            at = rows[:, None] * D + columns[None, :]
-            state = tl.load(update) * tl.load(z + at, mask=mask, other=0.0) + tl.load(update + 1) * x0
-            if FRESH_NOISE:
-                state += tl.load(update + 2) * tl.load(noise + at, mask=mask, other=0.0)
-            tl.store(estimate + at, x0, mask=mask)
-            tl.store(z + at, state, mask=mask)
-            both = rows[:, None] * (2 * D) + columns[None, :]
-            tl.store(pair + both, state.to(pair.dtype.element_ty), mask=mask)
-            tl.store(pair + both + D, x0.to(pair.dtype.element_ty), mask=mask)
+    for item in range(pid, row_tiles * tiles * (BLOCK_M // ADD_M), PROGRAMS):
+        cell, rows, columns = _rows_and_columns(item, row_tiles, BLOCK_M, BLOCK_N, ADD_M)
+        row0 = (cell % row_tiles) * BLOCK_M + item % (BLOCK_M // ADD_M) * ADD_M
+        inverse = _inverse_rms(_squares(squares, row0, ROWS, ADD_M, PARTS), D)
+        _wait(done + cell, turn * SPLIT)
+        mask = (rows < ROWS)[:, None] & (columns < D)[None, :]
+        x0 = _sum_of_partials(partial, rows, columns, mask, D, ROWS, SPLIT) * inverse[:, None]
+        at = rows[:, None] * D + columns[None, :]
+        state = tl.load(update) * tl.load(z + at, mask=mask, other=0.0) + tl.load(update + 1) * x0
+        if FRESH_NOISE:
+            state += tl.load(update + 2) * tl.load(noise + at, mask=mask, other=0.0)
+        tl.store(estimate + at, x0, mask=mask)
+        tl.store(z + at, state, mask=mask)
+        both = rows[:, None] * (2 * D) + columns[None, :]
+        tl.store(pair + both, state.to(pair.dtype.element_ty), mask=mask)
+        tl.store(pair + both + D, x0.to(pair.dtype.element_ty), mask=mask)
 
 
 # Attention
@@ -369,8 +390,9 @@ def denoise_loop(
     HEAD_DIM: tl.constexpr, INPUT_N: tl.constexpr, INPUT_SPLIT: tl.constexpr, QKV_N: tl.constexpr, OUT_N: tl.constexpr,
     OUT_SPLIT: tl.constexpr, UP_N: tl.constexpr, DOWN_N: tl.constexpr, DOWN_SPLIT: tl.constexpr, OUTPUT_N: tl.constexpr,
     OUTPUT_SPLIT: tl.constexpr, CELLS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, REDUCE_N: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
-    FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr, PROFILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARTS: tl.constexpr,
+    INPUT_ADD_M: tl.constexpr, OUT_ADD_M: tl.constexpr, DOWN_ADD_M: tl.constexpr, OUTPUT_ADD_M: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    STAGGER: tl.constexpr, FRESH_NOISE: tl.constexpr, QUANTISED: tl.constexpr, PROFILE: tl.constexpr,
 ):  # fmt: skip
     """`estimate` after `steps` steps from `z_start`, both (rows, d) float32; the other outputs are scratch.
 
@@ -387,27 +409,27 @@ def denoise_loop(
     down_size: tl.constexpr = FFN * ((D + DOWN_N - 1) // DOWN_N * DOWN_N)
     phase = 0
 
-    for start in range(pid * BLOCK_M * REDUCE_N, ROWS * D, PROGRAMS * BLOCK_M * REDUCE_N):
-        at = start + tl.arange(0, BLOCK_M * REDUCE_N)
+    for start in range(pid * CHUNK, ROWS * D, PROGRAMS * CHUNK):
+        at = start + tl.arange(0, CHUNK)
         state = tl.load(z_start + at, mask=at < ROWS * D, other=0.0)
         both = (at // D) * (2 * D) + at % D
         tl.store(z + at, state, mask=at < ROWS * D)
         tl.store(pair + both, state.to(pair.dtype.element_ty), mask=at < ROWS * D)
         tl.store(pair + both + D, tl.zeros_like(state).to(pair.dtype.element_ty), mask=at < ROWS * D)
-    _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
+    _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, BLOCK_K, STAGGER, PREFETCH)
     phase += 1
     _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
     for step in range(steps):
         _split_product(
             partial, done, pair, w_input, s_input, pid,
-            ROWS, 2 * D, D, INPUT_N, INPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+            ROWS, 2 * D, D, INPUT_N, INPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, STAGGER, QUANTISED,
         )  # fmt: skip
         _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
-        _ask_for(w_qkv, pid, D, 3 * D, QKV_N, 1, PREFETCH)
+        _ask_for(w_qkv, pid, D, 3 * D, QKV_N, 1, BLOCK_K, STAGGER, PREFETCH)
         _add_to_stream(
             x, a, squares, partial, done, step + 1, gate, b_down, factor + step * norms * D, pid,
-            ROWS, D, INPUT_N, INPUT_SPLIT, 0, PROGRAMS, BLOCK_M, REDUCE_N,
+            ROWS, D, INPUT_N, INPUT_SPLIT, INPUT_ADD_M, 0, PROGRAMS, BLOCK_M, PARTS,
         )  # fmt: skip
         phase += 1
         _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
@@ -418,10 +440,10 @@ def denoise_loop(
 
             _normed_product(
                 qkv, a, block_qkv, s_qkv + block * 3 * D, bias_qkv + here * 3 * D, squares, pid,
-                ROWS, D, 3 * D, QKV_N, False, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
+                ROWS, D, 3 * D, QKV_N, False, PROGRAMS, BLOCK_M, BLOCK_K, PARTS, STAGES, STAGGER, QUANTISED,
             )  # fmt: skip
             _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
-            _ask_for(block_out, pid, D, D, OUT_N, OUT_SPLIT, PREFETCH)
+            _ask_for(block_out, pid, D, D, OUT_N, OUT_SPLIT, BLOCK_K, 0, PREFETCH)
             phase += 1
             _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
@@ -431,37 +453,37 @@ def denoise_loop(
                 ROWS, LATENTS, D, HEAD_DIM, OUT_N, OUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_KEYS, QUANTISED,
             )  # fmt: skip
             _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
-            _ask_for(block_up, pid, D, FFN, UP_N, 1, PREFETCH)
+            _ask_for(block_up, pid, D, FFN, UP_N, 1, BLOCK_K, STAGGER, PREFETCH)
             _add_to_stream(
                 x, a, squares, partial, done + CELLS, here + 1, gate + 2 * here * D, b_down,
                 factor + (step * norms + 2 * block + 1) * D, pid,
-                ROWS, D, OUT_N, OUT_SPLIT, 1, PROGRAMS, BLOCK_M, REDUCE_N,
+                ROWS, D, OUT_N, OUT_SPLIT, OUT_ADD_M, 1, PROGRAMS, BLOCK_M, PARTS,
             )  # fmt: skip
             phase += 1
             _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
             _normed_product(
                 hidden, a, block_up, s_up + block * FFN, bias_up + here * FFN, squares, pid,
-                ROWS, D, FFN, UP_N, True, PROGRAMS, BLOCK_M, BLOCK_K, REDUCE_N, STAGES, QUANTISED,
+                ROWS, D, FFN, UP_N, True, PROGRAMS, BLOCK_M, BLOCK_K, PARTS, STAGES, STAGGER, QUANTISED,
             )  # fmt: skip
             _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
-            _ask_for(block_down, pid, FFN, D, DOWN_N, DOWN_SPLIT, PREFETCH)
+            _ask_for(block_down, pid, FFN, D, DOWN_N, DOWN_SPLIT, BLOCK_K, STAGGER, PREFETCH)
             phase += 1
             _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
 
             _split_product(
                 partial, done + 2 * CELLS, hidden, block_down, s_down + block * D, pid,
-                ROWS, FFN, D, DOWN_N, DOWN_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+                ROWS, FFN, D, DOWN_N, DOWN_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, STAGGER, QUANTISED,
             )  # fmt: skip
             _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
             if block + 1 < DEPTH:
-                _ask_for(block_qkv + qkv_size, pid, D, 3 * D, QKV_N, 1, PREFETCH)
+                _ask_for(block_qkv + qkv_size, pid, D, 3 * D, QKV_N, 1, BLOCK_K, STAGGER, PREFETCH)
             else:
-                _ask_for(w_output, pid, D, D, OUTPUT_N, OUTPUT_SPLIT, PREFETCH)
+                _ask_for(w_output, pid, D, D, OUTPUT_N, OUTPUT_SPLIT, BLOCK_K, STAGGER, PREFETCH)
             _add_to_stream(
                 x, a, squares, partial, done + 2 * CELLS, here + 1, gate + (2 * here + 1) * D, b_down + block * D,
                 factor + (step * norms + 2 * block + 2) * D, pid,
-                ROWS, D, DOWN_N, DOWN_SPLIT, 2, PROGRAMS, BLOCK_M, REDUCE_N,
+                ROWS, D, DOWN_N, DOWN_SPLIT, DOWN_ADD_M, 2, PROGRAMS, BLOCK_M, PARTS,
             )  # fmt: skip
             phase += 1
             _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)
@@ -470,13 +492,13 @@ def denoise_loop(
 
         _split_product(
             partial, done + 3 * CELLS, a, w_output, s_output, pid,
-            ROWS, D, D, OUTPUT_N, OUTPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, QUANTISED,
+            ROWS, D, D, OUTPUT_N, OUTPUT_SPLIT, PROGRAMS, BLOCK_M, BLOCK_K, STAGES, STAGGER, QUANTISED,
         )  # fmt: skip
         _stamp(clock, phase, 1, pid, PROGRAMS, PROFILE)
-        _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, PREFETCH)
+        _ask_for(w_input, pid, 2 * D, D, INPUT_N, INPUT_SPLIT, BLOCK_K, STAGGER, PREFETCH)
         _update_state(
             estimate, z, pair, squares, partial, done + 3 * CELLS, step + 1, noise + step * ROWS * D, update + 3 * step,
-            pid, ROWS, D, OUTPUT_N, OUTPUT_SPLIT, FRESH_NOISE, PROGRAMS, BLOCK_M, REDUCE_N,
+            pid, ROWS, D, OUTPUT_N, OUTPUT_SPLIT, OUTPUT_ADD_M, FRESH_NOISE, PROGRAMS, BLOCK_M, PARTS,
         )  # fmt: skip
         phase += 1
         _everyone(everyone, phase, clock, pid, PROGRAMS, PROFILE)

@@ -105,13 +105,17 @@ def test_products_may_be_split_along_k(trained):
     assert distance(found, wanted) < 1e-5
 
 
-def test_pieces_of_the_last_tile_of_columns_in_the_last_tile_of_rows(trained):
-    """Tiles of 64 columns over 96, added up 16 columns at a time, in two tiles of rows."""
+@pytest.mark.parametrize("widths", [(64, 64, 64, 64), (16, 64, 32, 16), (32, 16, 64, 32)])
+def test_writers_of_the_residual_stream_may_be_cut_differently(widths, trained):
+    """Tiles of 96 columns, some beyond them, in two tiles of rows, added up a few rows at a time; each leaves its own sums."""
     model, params, module = trained(make_config(d=96, depth=1))
-    cut = tiling(model.config.model, 8, 2)
-    assert cut.row_tiles == 2
-    changed = {name: dataclasses.replace(getattr(cut, name), block_n=64) for name in ("input", "out", "down", "output")}
-    found, wanted = fused_and_plain(model, params, module, 8, "ddim", programs=2, launched=2, reduce_n=16, **changed)
+    cut = tiling(model.config.model, 8, 32)
+    changed = {
+        name: dataclasses.replace(getattr(cut, name), block_n=block_n)
+        for name, block_n in zip(("input", "out", "down", "output"), widths)
+    }
+    assert cut.row_tiles == 2 and dataclasses.replace(cut, **changed).add_rows(changed["out"]) < cut.block_m
+    found, wanted = fused_and_plain(model, params, module, 8, "ddim", programs=32, launched=2, **changed)
     assert distance(found, wanted) < 1e-5
 
 
@@ -134,7 +138,7 @@ def test_every_preset_is_cut_without_a_rest(name):
             assert product.tiles * product.block_n >= product.n
             assert product.k % product.split == 0 and product.k // product.split % cut.block_k == 0
         for product in (cut.input, cut.out, cut.down, cut.output):
-            assert product.block_n % cut.reduce_n == 0
+            assert cut.block_m % cut.add_rows(product) == 0
 
 
 @pytest.mark.parametrize("n", [16, 40, 64])
